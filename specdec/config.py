@@ -1,0 +1,184 @@
+"""Hydra's side of the house: check a command line before it runs, turn a config into live objects, keep errors to one line.
+
+Only this file and the scripts import Hydra.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specdec.core import nearest
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+_OPEN = ("logit_bias",)  # keys whose value is the user's own mapping
+
+
+def fail(message: object) -> None:
+    """End the program with one line on stderr and exit code 1."""
+    first = str(message).strip().splitlines()[0] if str(message).strip() else "failed"
+    sys.exit(f"error: {first}")
+
+
+def check_command_line(config_name: str) -> None:
+    """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Rewrites JSON for Hydra's grammar."""
+    sys.argv[1:] = [_quote_json(argument) for argument in sys.argv[1:]]
+    flags_with_value = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p", "--info", "-i"}
+    words = iter(sys.argv[1:])
+    arguments = []
+    for word in words:
+        if word.startswith("-"):
+            if word in flags_with_value:
+                next(words, None)
+        else:
+            arguments.append(word)
+    try:
+        _check(config_name, arguments)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        fail(error)
+
+
+def _quote_json(argument: str) -> str:
+    """`speculative_config={"method": ...}` as a string that Hydra's grammar takes (it has no quoted keys)."""
+    key, _, value = argument.partition("=")
+    if key.lstrip("+") != "speculative_config" or not value.lstrip().startswith("{"):
+        return argument
+    try:
+        json.loads(value)
+    except json.JSONDecodeError:
+        if re.match(r"\s*\{\s*\w+\s*:", value):
+            return argument  # Hydra's own spelling of a dict
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def _check(config_name: str, arguments: list[str]) -> None:
+    overrides = []
+    for argument in arguments:
+        if "=" not in argument and not argument.startswith("~"):
+            raise ValueError(f"argument {argument!r} is not of the form key=value")
+        overrides += OverridesParser.create().parse_overrides([argument])
+    groups = [override for override in overrides if (CONF / override.key_or_group).is_dir()]
+    for override in groups:
+        choices = [path.stem for path in (CONF / override.key_or_group).glob("*.yaml")]
+        for choice in _choices(override):
+            if choice not in choices and choice != "null":
+                raise ValueError(f"{override.key_or_group}={choice}: no such choice; {nearest(choice, choices)}")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        known: set[str] = set()
+        # a sweep over groups may give keys to some of its jobs only
+        for first in range(max([len(_choices(override)) for override in groups], default=1)):
+            picked = [f"{o.key_or_group}={_choices(o)[min(first, len(_choices(o)) - 1)]}" for o in groups]
+            known |= _keys(compose(config_name, picked))
+    for override in overrides:
+        key = override.key_or_group
+        if override in groups or key.startswith("hydra") or override.input_line.startswith(("+", "~")):
+            continue
+        opened = any(part in _OPEN for part in key.split(".")[:-1])
+        if key not in known and not opened:
+            raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
+
+
+def _choices(override: Override) -> list[str]:
+    value = override.value()
+    if override.is_sweep_override() and hasattr(value, "list"):
+        return [str(item) for item in value.list]
+    return ["null" if value is None else str(value)]
+
+
+def _keys(config: DictConfig, prefix: str = "") -> set[str]:
+    keys = set()
+    for key in config:
+        keys.add(f"{prefix}{key}")
+        if OmegaConf.is_dict(config) and isinstance(node := config._get_node(key), DictConfig) and node._value() is not None:
+            keys |= _keys(node, f"{prefix}{key}.")
+    return keys
+
+
+def _nearest_key(key: str, known: set[str]) -> str:
+    """Prefer a key with the same last part, such as `sampling.temperature` for `temperature`."""
+    same_end = [k for k in known if k.split(".")[-1] == key.split(".")[-1]]
+    if same_end:
+        return f"did you mean {min(same_end, key=len)!r}?"
+    said = nearest(key, known)
+    if said.startswith("did"):
+        return said
+    last = nearest(key.split(".")[-1], {k.split(".")[-1] for k in known})
+    if last.startswith("did"):
+        word = last.split("'")[1]
+        return f"did you mean {min((k for k in known if k.split('.')[-1] == word), key=len)!r}?"
+    top = key.split(".")[0]
+    inside = sorted(k for k in known if k.startswith(f"{top}."))
+    return f"valid: {', '.join(inside or sorted(k for k in known if '.' not in k))}"
+
+
+def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None]:
+    """Wrap a script's function of a plain dict: resolves the config, gives a sweep's jobs directories of their own, and ends with
+    one line instead of a traceback for what a user can mend."""
+
+    def wrapped(cfg: DictConfig) -> None:
+        try:
+            plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            assert isinstance(plain, dict)
+            _own_directory(plain)
+            run(plain)
+        except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+            fail(error)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return wrapped
+
+
+def _own_directory(cfg: dict[str, Any]) -> None:
+    """In a sweep, out_dir gets a folder per job, named by number and overrides."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    job = HydraConfig.get().job
+    said = re.sub(r"[^A-Za-z0-9.=_-]+", "_", job.override_dirname)[:80].strip("_")
+    cfg["out_dir"] = str(Path(cfg["out_dir"]) / f"{job.num}-{said}")
+
+
+def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
+    """What the config says about the method and the rejection scheme, as vLLM's object: the groups, or the object itself."""
+    if cfg["speculative_config"] is not None:
+        return cfg["speculative_config"]
+    settings = {key: value for key, value in {**cfg["method"], **cfg["rejection"]}.items() if value is not None and key != "name"}
+    return {**settings, "method": cfg["method"]["name"], "rejection_sample_method": cfg["rejection"]["name"]}
+
+
+def model_name(model: dict[str, Any]) -> str:
+    """What `specdec.hub.resolve` takes: path, or the name of the size."""
+    if model.get("path"):
+        return str(model["path"])
+    sizes, size = model["sizes"], str(model["size"])
+    if size not in sizes:
+        raise ValueError(f"model.size={size}: {model['name']} has no such size; {nearest(size, map(str, sizes))}")
+    return str(sizes[size])
+
+
+def save(cfg: dict[str, Any], path: Path) -> None:
+    """Write a resolved config, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
+    temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    loaded = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(loaded, dict)
+    return loaded

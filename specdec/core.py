@@ -1,0 +1,252 @@
+"""Records that travel between the stages, and the protocols that the stages keep.
+
+Shape suffixes used in every file:
+    B  active rows of a step          L  committed tokens of a row
+    K  draft tokens                   J  verified positions, K + 1
+    M  tokens of a row in one forward N  tokens of one forward, all rows laid end to end
+    V  vocabulary                     D  width of a hidden state
+    T  tapped layers                  R  rows of a cache
+Letters of their laws: p is the target's, q is the drafter's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdec.stats import RequestStats
+
+
+@dataclass
+class Draft:
+    """What a proposer offers.
+
+    token_BK: int64, on the model's device; entries at or beyond the row's length are padding.
+    length_B: int64, on the host, 0..K: lengths decide shapes, so reading them must not wait for a device.
+    q_BKV: the exact law that each token was drawn from; None says deterministic (the law is one-hot).
+    parent_BK: for trees; a chain has none.
+    """
+
+    token_BK: Tensor
+    length_B: Tensor
+    q_BKV: Tensor | None = None
+    parent_BK: Tensor | None = None
+
+
+@dataclass
+class Verdict:
+    """num_accepted_B draft tokens stand, then comes token_B: *recovered* after a rejection, *bonus* when all stood."""
+
+    num_accepted_B: Tensor
+    token_B: Tensor
+
+
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """The end of an error line about an unknown key: the valid key that looks most like it."""
+    options = sorted(set(valid))
+    close = difflib.get_close_matches(key, options, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options)}"
+
+
+class Checked(BaseModel):
+    """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    what: ClassVar[str] = "key"  # what a field is called in messages
+    aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
+
+    def __init__(self, **values: Any) -> None:
+        known = {*type(self).model_fields, *self.aliases}
+        for key in values:
+            if key not in known:
+                raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known)}")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            if first["type"] == "value_error":
+                raise ValueError(str(first["ctx"]["error"])) from None
+            key = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{self.what} {key}={first['input']!r}: {first['msg'].lower()}") from None
+
+
+class SamplingParams(Checked):
+    """How one request is sampled and when it stops. Names and meanings are those of vLLM's class of this name;
+    `max_new_tokens` and `min_new_tokens`, as Hugging Face says, are accepted for `max_tokens` and `min_tokens`.
+
+    Unlike vLLM, `min_p` and `logit_bias` work with speculation.
+    """
+
+    what = "sampling parameter"
+    aliases = ("max_new_tokens", "min_new_tokens")
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1 both mean: all tokens
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = Field(16, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, values: Any) -> Any:
+        values = dict(values)
+        for ours, theirs in (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens")):
+            if theirs in values:
+                value = values.pop(theirs)
+                if value is None:
+                    continue
+                if values.get(ours, value) != value:
+                    raise ValueError(f"{ours}={values[ours]} and {theirs}={value} differ; give one of them")
+                values[ours] = value
+        if isinstance(values.get("stop"), str):
+            values["stop"] = [values["stop"]]
+        for key in ("stop", "stop_token_ids"):
+            if values.get(key, []) is None:
+                values[key] = []
+        if any(not text for text in values.get("stop", [])):
+            raise ValueError("stop='': an empty stop string would stop every request; leave it out")
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SamplingParams:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def plain(self) -> bool:
+        """True when the logits reach the argmax (or the softmax) unchanged but for the temperature."""
+        return (
+            self.repetition_penalty == 1
+            and not self.presence_penalty
+            and not self.frequency_penalty
+            and not self.logit_bias
+            and not self.min_tokens
+        )
+
+
+@dataclass
+class Request:
+    """One prompt on its way through the engine; the engine fills in the second half."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int = 0  # the seed that is used: params.seed, or one that the caller derived
+    category: str = ""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: int | str | None = None  # the stop token or string; None for eos and length
+    text: str | None = None  # set when stop strings cut the text
+    stats: RequestStats | None = None
+
+
+@dataclass
+class Context:
+    """What a proposer may look at. Row b of every field is the same request.
+
+    rows: [B] the cache row that the request holds; a proposer keeps its own state by this number.
+    token_RL: int64 on the host, committed tokens by cache row; `token_RL[rows[b], :length_B[b]]` are row b's.
+    length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
+    max_draft_B: [B] how many tokens may be drafted for the row (its budget may be below K).
+    last_token_B: int64 on the device, the last committed token.
+    uniform_BK: float64 on the device, the request's own noise for drawing draft tokens.
+    hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if `hidden_layers` asked for them;
+        they stand at positions `length_B[b] - 1 - n .. length_B[b] - 2`.
+    logits_BV: the target's raw logits that the last token was chosen from, if `needs_logits`.
+    """
+
+    rows: np.ndarray
+    requests: list[Request]
+    token_RL: np.ndarray
+    length_B: np.ndarray
+    max_draft_B: np.ndarray
+    last_token_B: Tensor
+    uniform_BK: Tensor
+    hidden: list[Tensor] | None = None
+    logits_BV: Tensor | None = None
+
+    def tokens(self, b: int) -> np.ndarray:
+        """Committed tokens of row b, prompt included (a view: do not write)."""
+        return self.token_RL[self.rows[b], : self.length_B[b]]
+
+    @property
+    def temperature_B(self) -> Tensor:
+        values = [request.params.temperature for request in self.requests]
+        return torch.tensor(values, dtype=torch.float32, device=self.last_token_B.device)
+
+
+class Proposer(Protocol):
+    """Drafts tokens. It owns its state and repairs it from the context; nobody calls an update."""
+
+    num_speculative_tokens: int
+    hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
+    needs_logits: bool
+
+    def begin(self, row: int, request: Request) -> None:
+        """A request takes a row; its prompt has been processed by the target."""
+
+    def end(self, row: int) -> None:
+        """The request leaves the row."""
+
+    def propose(self, context: Context) -> Draft: ...
+
+    def more_bytes(self, rows: int, slots: int) -> int:
+        """Bytes that growing its caches to that many rows and positions takes."""
+        ...
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for that many rows and positions."""
+
+
+class Silent:
+    """Defaults for a proposer that keeps no cache and asks nothing of the target."""
+
+    num_speculative_tokens = 0
+    hidden_layers: tuple[int, ...] = ()
+    needs_logits = False
+
+    def begin(self, row: int, request: Request) -> None:
+        pass
+
+    def end(self, row: int) -> None:
+        pass
+
+    def more_bytes(self, rows: int, slots: int) -> int:
+        return 0
+
+    def reserve(self, rows: int, slots: int) -> None:
+        pass
+
+
+def ragged(drafts: list[np.ndarray], device: torch.device | str = "cpu") -> Draft:
+    """Pad host-side drafts of different lengths into one Draft."""
+    length_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
+    token_BK = np.zeros((len(drafts), int(length_B.max(initial=0))), dtype=np.int64)
+    for row, draft in zip(token_BK, drafts, strict=True):
+        row[: len(draft)] = draft
+    return Draft(torch.from_numpy(token_BK).to(device, non_blocking=True), torch.from_numpy(length_B))

@@ -1,0 +1,423 @@
+"""The decode loop: requests in, requests out, continuous batching over the rows of a slot cache.
+
+A step, in the order in which things happen:
+
+    admit     waiting requests take free rows; every prompt that is not through is processed by one more chunk
+    propose   the proposer drafts up to K tokens for every active row (ragged: a row may draft none)
+    forward   the target processes each row's last token and its draft, all rows in one ragged forward
+    verify    logits -> laws -> the rejection scheme says how much of each draft stands, and which token comes after it
+    commit    one read of the device; stop rules, append, statistics; finished requests leave their rows
+
+Rolling back is nothing: rejected tokens stay in their slots and the next forward overwrites them. Invariant, asserted in
+every step: *the target's cache holds every committed token but the last*.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from specdec import sampling
+from specdec.core import Context, Draft, Proposer, Request, Verdict
+from specdec.kv import SlotCache, end_to_end, side_by_side
+from specdec.rejection import Verifier
+from specdec.rejection.match import compare
+from specdec.stats import RequestStats
+from specdec.target import CausalLM
+
+EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
+
+
+class Engine:
+    """Decodes requests with one target, one proposer and one rejection scheme.
+
+    max_batch_size: rows decoded together; max_model_len: most tokens of a request, prompt included (default: the model's);
+    prefill_chunk_size: most prompt tokens of one forward; cache: one to use, for engines that take turns.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        proposer: Proposer,
+        verifier: Verifier,
+        max_batch_size: int = 8,
+        max_model_len: int | None = None,
+        prefill_chunk_size: int = 512,
+        cache: SlotCache | None = None,
+    ):
+        for key, value in (("max_batch_size", max_batch_size), ("prefill_chunk_size", prefill_chunk_size)):
+            if value < 1:
+                raise ValueError(f"{key}={value}: at least 1 is needed")
+        if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
+            raise ValueError(f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do")
+        self.target, self.proposer, self.verifier = target, proposer, verifier
+        self.max_model_len = max_model_len or target.max_model_len
+        self.prefill_chunk_size = prefill_chunk_size
+        self.cache = target.new_cache() if cache is None else cache
+        self.waiting: deque[Request] = deque()
+
+        # what is known about the request in each row of the cache; "R" arrays are on the host unless they are tensors
+        self.max_batch_size = max_batch_size
+        self.request_R: list[Request | None] = [None] * max_batch_size
+        self.prompt_R = np.zeros(max_batch_size, dtype=np.int64)  # prompt tokens
+        self.cached_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens that the target's cache holds
+        self.length_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens
+        self.limit_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
+        self.step_R = np.zeros(max_batch_size, dtype=np.int64)  # verdicts so far, the prefill's included
+        self.seed_R = np.zeros(max_batch_size, dtype=np.int64)
+        self.began_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
+        self.stop_RV = np.zeros((max_batch_size, target.vocab_size), dtype=bool)  # tokens that end the request
+        self.token_RL = np.zeros((max_batch_size, 0), dtype=np.int64)  # committed tokens
+        self.last_token_R = torch.zeros(max_batch_size, dtype=torch.int64, device=target.device)
+        self.hidden_R: list[list[Tensor]] = [[] for _ in range(max_batch_size)]
+        self.logits_RV: Tensor | None = None  # what the last token was chosen from, if the proposer asks for it
+        self.counts_RV: tuple[Tensor, Tensor] | None = None  # of prompt and output tokens, if some request penalises
+
+    # ---------------------------------------------------------------- requests in
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError, one line, for a request that cannot be decoded."""
+        ids, vocab_size = request.prompt_token_ids, self.target.vocab_size
+        if not len(ids):
+            raise ValueError(f"request {request.id}: the prompt is empty; give at least one token")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no room "
+                "for an answer; shorten the prompt or raise max_model_len"
+            )
+        for token in (min(ids), max(ids), *(request.params.logit_bias or ())):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"request {request.id}: token id {token} is outside the vocabulary 0..{vocab_size - 1}")
+
+    def limit(self, request: Request) -> int:
+        """Most tokens that the request may hold, prompt included."""
+        if request.params.max_tokens is None:
+            return self.max_model_len
+        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.max_model_len)
+
+    def prepare(self, *requests: Request) -> None:
+        """Check requests and set memory aside for them. Raises ValueError, one line, if one of them cannot be served."""
+        for request in requests:
+            self.check(request)
+        in_flight = len(requests) + len(self.waiting) + self.num_running
+        self._reserve(min(self.max_batch_size, in_flight), max(map(self.limit, requests), default=0))
+
+    def add(self, *requests: Request) -> None:
+        """Queue requests. All are checked before the first is taken."""
+        self.prepare(*requests)
+        for request in requests:
+            request.stats = RequestStats()
+            self.waiting.append(request)
+
+    @property
+    def num_running(self) -> int:
+        return sum(request is not None for request in self.request_R)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Decode requests and yield each as it finishes. More may be added meanwhile."""
+        self.add(*requests)
+        while self.waiting or self.num_running:
+            yield from self.step()
+
+    def clear(self) -> None:
+        """Drop every request that is waiting or running, as after an error or an interruption."""
+        self.waiting.clear()
+        for row, request in enumerate(self.request_R):
+            if request is not None:
+                self._leave(row)
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        """Grow the caches, or say before anything runs that memory does not suffice."""
+        rows, slots = max(rows, self.cache.rows), max(slots, self.cache.slots)
+        need = self.cache.more_bytes(rows, slots) + self.proposer.more_bytes(rows, slots)
+        have = free_memory(self.target.device)
+        if need > have:
+            raise ValueError(
+                f"the caches need {need / 2**30:.1f} GiB ({rows} rows x {slots} slots) and {have / 2**30:.1f} GiB are free; "
+                "lower max_batch_size, max_model_len or max_tokens"
+            )
+        self.cache.reserve(rows, slots)
+        self.proposer.reserve(rows, slots)
+        more = self.cache.slots - self.token_RL.shape[1]
+        self.token_RL = np.pad(self.token_RL, ((0, 0), (0, more)))
+
+    # ---------------------------------------------------------------- the loop
+
+    def step(self) -> list[Request]:
+        """Prefill a chunk of every new prompt, then decode one step. Returns the requests that finished."""
+        finished = self._prefill()
+        rows = np.flatnonzero(self.length_R > self.prompt_R)
+        return finished + (self._decode(rows) if len(rows) else [])
+
+    def _prefill(self) -> list[Request]:
+        for row, holder in enumerate(self.request_R[: self.cache.rows]):
+            if holder is None and self.waiting:
+                self._admit(row, self.waiting.popleft())
+        finished = []
+        for row in np.flatnonzero(self.cached_R < self.prompt_R):
+            request, clock = self._request(row), Clock(self.target.device)
+            first, last = self.cached_R[row], min(self.cached_R[row] + self.prefill_chunk_size, self.prompt_R[row])
+            chunk = torch.from_numpy(self.token_RL[row, first:last]).to(self.target.device)
+            start_B, length_B = np.array([first]), np.array([last - first])
+            # one row at a time: a prompt's numbers then do not depend on its neighbours', and no row is padded
+            out = self.target.forward(self.cache, chunk, start_B, length_B, int(row), True, self.proposer.hidden_layers)
+            if out.hidden_NTD is not None:
+                self.hidden_R[row].append(out.hidden_NTD)
+            self.cached_R[row] = last
+            if last < self.prompt_R[row]:
+                clock.mark()
+                request.stats.prefill_s += sum(clock.seconds())
+                continue
+            self.proposer.begin(int(row), request)
+            nothing = Draft(chunk.new_zeros(1, 0), torch.zeros(1, dtype=torch.int64))
+            rows = np.array([row])
+            finished += self._commit(rows, nothing, self._verify(rows, nothing, out.logits), clock)
+        return finished
+
+    def _admit(self, row: int, request: Request) -> None:
+        """The request takes the row."""
+        ids = np.asarray(request.prompt_token_ids, dtype=np.int64)
+        self.request_R[row] = request
+        self.token_RL[row, : len(ids)] = ids
+        self.prompt_R[row] = self.length_R[row] = len(ids)
+        self.cached_R[row] = self.step_R[row] = 0
+        self.limit_R[row], self.seed_R[row], self.began_R[row] = self.limit(request), request.seed, time.perf_counter()
+        self.stop_RV[row] = False
+        self.stop_RV[row, self._stop_ids(request)] = True
+        self.hidden_R[row] = []
+        params = request.params
+        if self.counts_RV is None and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
+            shape = (self.max_batch_size, self.target.vocab_size)
+            zeros = torch.zeros(shape, dtype=torch.int32, device=self.target.device)
+            self.counts_RV = (zeros, zeros.clone())  # other rows' stay 0: their penalties, if any, are neutral
+        if self.counts_RV is not None:
+            prompt_RV, output_RV = self.counts_RV
+            prompt_RV[row] = torch.from_numpy(np.bincount(ids, minlength=self.target.vocab_size)).to(prompt_RV)
+            output_RV[row] = 0
+
+    def _decode(self, rows: np.ndarray) -> list[Request]:
+        length_B = self.length_R[rows]
+        assert (self.cached_R[rows] == length_B - 1).all(), "the target's cache must hold every committed token but the last"
+        clock = Clock(self.target.device)
+        draft = self.proposer.propose(self._context(rows, length_B))
+        num_draft = int(draft.length_B.max())
+        draft.token_BK = draft.token_BK[:, :num_draft]
+        if draft.q_BKV is not None:
+            draft.q_BKV = draft.q_BKV[:, :num_draft]
+        clock.mark()
+
+        count_B = draft.length_B.numpy() + 1
+        token_BJ = torch.cat([self.last_token_R[self._on_device(rows)].unsqueeze(1), draft.token_BK], 1)
+        # the forward takes rows 0 .. last; a row among them that decodes nothing takes part with no tokens
+        start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
+        start_R[rows], count_R[rows] = length_B - 1, count_B
+        out = self.target.forward(
+            self.cache, end_to_end(token_BJ, count_B), start_R, count_R, hidden_layers=self.proposer.hidden_layers
+        )
+        return self._commit(rows, draft, self._verify(rows, draft, out.logits), clock, out.hidden_NTD)
+
+    def _context(self, rows: np.ndarray, length_B: np.ndarray) -> Context:
+        num_draft, on_device = self.proposer.num_speculative_tokens, self._on_device(rows)
+        uniform_BK = sampling.uniforms(self.seed_R[rows, None], sampling.DRAFT, self.step_R[rows, None], np.arange(num_draft))
+        hidden = None
+        if self.proposer.hidden_layers:
+            hidden = [torch.cat(self.hidden_R[row]) for row in rows]
+            for row in rows:
+                self.hidden_R[row] = []
+        return Context(
+            rows=rows,
+            requests=[self._request(row) for row in rows],
+            token_RL=self.token_RL,
+            length_B=length_B,
+            # a step emits at least one token of its own, so more than the rest of the budget less one is waste
+            max_draft_B=np.minimum(num_draft, self.limit_R[rows] - length_B - 1),
+            last_token_B=self.last_token_R[on_device],
+            uniform_BK=torch.from_numpy(uniform_BK).to(self.target.device, non_blocking=True),
+            hidden=hidden,
+            logits_BV=None if self.logits_RV is None else self.logits_RV[on_device],
+        )
+
+    def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> Verdict:
+        """Logits of each row's last token and draft, end to end, to a verdict."""
+        params = [self._request(row).params for row in rows]
+        count_B, num_positions = draft.length_B.numpy() + 1, draft.token_BK.shape[1] + 1
+        if self.verifier.lossless and all(p.greedy and p.plain for p in params):
+            verdict = compare(draft, side_by_side(logits_NV.argmax(-1), count_B, num_positions))
+        else:
+            logits_BJV = side_by_side(logits_NV, count_B, num_positions)
+            if not all(p.plain for p in params):
+                logits_BJV = self._adjust(rows, draft, logits_BJV)
+            row_N = torch.arange(len(rows), device=logits_NV.device).repeat_interleave(num_positions)
+            p_BJV = sampling.probs(logits_BJV.flatten(0, 1), params, row_N).view_as(logits_BJV)
+            verdict = self.verifier(draft, p_BJV, self._noise(rows, num_positions))
+        if self.proposer.needs_logits:
+            if self.logits_RV is None:
+                self.logits_RV = logits_NV.new_zeros(self.max_batch_size, logits_NV.shape[-1])
+            first_B = torch.from_numpy(np.cumsum(count_B) - count_B).to(logits_NV.device)
+            self.logits_RV[self._on_device(rows)] = logits_NV[first_B + verdict.num_accepted_B]
+        return verdict
+
+    def _adjust(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
+        prompt_BV, output_BV = (None, None) if self.counts_RV is None else (c[self._on_device(rows)] for c in self.counts_RV)
+        return sampling.adjust(
+            logits_BJV,
+            [self._request(row).params for row in rows],
+            prompt_BV,
+            output_BV,
+            draft.token_BK,
+            draft.length_B,
+            self.length_R[rows] - self.prompt_R[rows],
+            [self._stop_ids(self._request(row)) for row in rows],
+        )
+
+    def _noise(self, rows: np.ndarray, num_positions: int) -> Tensor:
+        """u_BJ of the rejection scheme. Token n of a request is sampled with (seed, n) when the draft is empty, under every
+        scheme; so `none` is the same under all of them, and `match` reproduces it."""
+        seed_B1, position_J = self.seed_R[rows, None], np.arange(num_positions)
+        if self.verifier.keyed_by == "position":
+            index, column = (self.length_R[rows] - self.prompt_R[rows])[:, None] + position_J, np.array(EXTRA)
+        else:
+            index, column = self.step_R[rows, None], np.where(position_J == num_positions - 1, EXTRA, position_J)
+        u_BJ = sampling.uniforms(seed_B1, sampling.VERIFY, index, column)
+        return torch.from_numpy(u_BJ).to(self.target.device, non_blocking=True)
+
+    def _commit(
+        self, rows: np.ndarray, draft: Draft, verdict: Verdict, clock: Clock, hidden_NTD: Tensor | None = None
+    ) -> list[Request]:
+        """Append what stands, cut at a stop, count, and let finished requests go."""
+        self.last_token_R[self._on_device(rows)] = verdict.token_B
+        told = torch.cat([verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK], 1)
+        told = told.cpu().numpy()  # the step's one synchronisation
+        accepted_B, length_B, num_rows = told[:, 0], self.length_R[rows], len(rows)
+        emit_BJ = np.concatenate([told[:, 2:], told[:, 1:2]], 1)
+        emit_BJ[np.arange(num_rows), accepted_B] = told[:, 1]
+
+        # stop rules: what comes after a stop token, a stop string or the length limit is neither output nor accepted
+        position_J = np.arange(emit_BJ.shape[1])
+        count_B = np.minimum(accepted_B + 1, self.limit_R[rows] - length_B)
+        stop_BJ = self.stop_RV[rows[:, None], emit_BJ] & (position_J < count_B[:, None])
+        stopped_B = stop_BJ.any(1)
+        count_B = np.where(stopped_B, stop_BJ.argmax(1) + 1, count_B)
+
+        used_BJ = position_J < count_B[:, None]
+        row_N, place_N = np.broadcast_to(rows[:, None], used_BJ.shape)[used_BJ], (length_B[:, None] + position_J)[used_BJ]
+        self.token_RL[row_N, place_N] = emit_BJ[used_BJ]
+        for b, row in enumerate(rows):
+            if self._request(row).params.stop and (cut := self._stop_string(row, length_B[b], count_B[b])):
+                count_B[b], stopped_B[b] = cut, True
+        self.length_R[rows] = length_B + count_B
+        self.cached_R[rows] = length_B + count_B - 1
+        self.step_R[rows] += 1
+        if self.counts_RV is not None:
+            ones = torch.ones(len(row_N), dtype=torch.int32, device=self.target.device)
+            index = (self._on_device(row_N), self._on_device(emit_BJ[used_BJ]))
+            self.counts_RV[1].index_put_(index, ones, accumulate=True)
+        if hidden_NTD is not None:
+            parts = hidden_NTD.split((draft.length_B + 1).tolist())
+            for row, part, count in zip(rows, parts, count_B, strict=True):
+                self.hidden_R[row].append(part[:count])
+
+        clock.mark()
+        now, times = time.perf_counter(), clock.seconds()
+        finished = []
+        for b, row in enumerate(rows):
+            request, stats = self._request(row), self._request(row).stats
+            if self.step_R[row] == 1:
+                stats.prefill_s += sum(times)
+                stats.time_to_first_token_s = now - self.began_R[row]
+                self.began_R[row] = now
+            else:
+                accepted, emitted = min(accepted_B[b], count_B[b]), count_B[b]
+                stats.add(int(draft.length_B[b]), int(accepted), int(emitted), *times, num_rows)
+            if stopped_B[b] or self.length_R[row] >= self.limit_R[row]:
+                stats.decode_s = now - self.began_R[row]
+                finished.append(self._finish(row, bool(stopped_B[b])))
+        return finished
+
+    def _finish(self, row: int, stopped: bool) -> Request:
+        request = self._request(row)
+        request.output_token_ids = self.token_RL[row, self.prompt_R[row] : self.length_R[row]].tolist()
+        request.finish_reason = "stop" if stopped else "length"
+        last = request.output_token_ids[-1]
+        if stopped and request.stop_reason is None and last in request.params.stop_token_ids:
+            request.stop_reason = last
+        self._leave(row)
+        return request
+
+    def _leave(self, row: int) -> None:
+        if self.step_R[row]:
+            self.proposer.end(int(row))
+        self.request_R[row] = None
+        self.prompt_R[row] = self.cached_R[row] = self.length_R[row] = self.step_R[row] = 0
+
+    # ---------------------------------------------------------------- small things
+
+    def _request(self, row: int) -> Request:
+        request = self.request_R[row]
+        assert request is not None
+        return request
+
+    def _on_device(self, index: np.ndarray) -> Tensor:
+        return torch.from_numpy(index).to(self.target.device, non_blocking=True)
+
+    def _stop_ids(self, request: Request) -> list[int]:
+        eos = [] if request.params.ignore_eos else self.target.eos_token_ids
+        return [i for i in (*eos, *request.params.stop_token_ids) if 0 <= i < self.target.vocab_size]
+
+    def _stop_string(self, row: int, length: int, count: int) -> int:
+        """How many of the tokens just committed to keep, so that the text ends with the one that completes a stop string;
+        0 if none does. Sets the request's text and stop_reason."""
+        request, tokenizer = self._request(row), self.target.tokenizer
+        first, special = self.prompt_R[row], request.params.skip_special_tokens
+        # a stop string of n bytes ends within the last n tokens, as a token is at least a byte
+        reach = max(len(stop.encode()) for stop in request.params.stop) + 8
+        for keep in range(1, count + 1):
+            if length + keep - first < request.params.min_tokens:
+                continue
+            tail = self.token_RL[row, max(first, length + keep - reach) : length + keep]
+            tail_text = tokenizer.decode(tail, skip_special_tokens=special)
+            if not any(stop in tail_text for stop in request.params.stop):
+                continue
+            text = tokenizer.decode(self.token_RL[row, first : length + keep], skip_special_tokens=special)
+            found = [(place, stop) for stop in request.params.stop if (place := text.find(stop)) >= 0]
+            if found:
+                place, stop = min(found)
+                end = place + len(stop) if request.params.include_stop_str_in_output else place
+                request.text, request.stop_reason = text[:end], stop
+                return keep
+        return 0
+
+
+class Clock:
+    """Durations between marks. On CUDA a mark is an event in the stream, so that marking never waits for the device."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks: list[float | torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between consecutive marks; on CUDA this waits for the last one."""
+        if self.cuda:
+            self.marks[-1].synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

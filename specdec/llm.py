@@ -1,0 +1,310 @@
+"""The offline API that users of vLLM know: `LLM(...).generate(prompts, SamplingParams(...))`, with `speculative_config={...}`.
+
+`SpeculativeConfig` is the one schema of a method and its rejection scheme; the YAML groups `method` and `rejection` use its keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec import method, rejection, sampling
+from specdec.core import Checked, Proposer, Request, SamplingParams, nearest
+from specdec.engine import Engine
+from specdec.rejection import Verifier
+from specdec.stats import SpecDecodeMetrics
+from specdec.target import CausalLM
+
+# keys of vLLM's object whose feature is not built, with the values that ask for nothing
+_NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "enforce_eager": (None, True),
+    "draft_tensor_parallel_size": (None, 1),
+    "quantization": (None,),
+    "moe_backend": (None,),
+    "attention_backend": (None, "auto"),
+    "kv_cache_dtype": (None, "auto"),
+    "draft_lm_head_quantization": (None,),
+    "code_revision": (None,),
+    "index_share_for_mtp_iteration": (None, False),
+    "disable_padded_drafter_batch": (None, False),
+    "disable_eagle_block_drop": (None, False),
+    "disable_lookahead_block_hashes": (None, False),
+    "use_local_argmax_reduction": (None, False),
+    "use_heterogeneous_vocab": (None, False),
+    "parallel_drafting": (None, False),
+    "num_speculative_tokens_per_batch_size": (None,),
+    "enable_adaptive_verification": (None, False),
+    "dspark_draft_topk": (None,),
+    "xpress_topc": (None,),
+    "fly_window_size": (None,),
+    "fly_entropy_threshold": (None,),
+    "fly_entropy_top_k": (None,),
+    "draft_model_config": (None,),
+}
+_NOT_BUILT_METHODS = (
+    "eagle", "eagle3", "mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu", "extract_hidden_states",
+)  # fmt: skip
+
+
+class SpeculativeConfig(Checked):
+    """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
+
+    A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts.
+    """
+
+    what = "speculative_config key"
+    aliases = (*_NOT_BUILT, "tensor_parallel_size")
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int | None = None
+    max_model_len: int | None = None
+    revision: str | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    prompt_lookup_latest: bool | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+    draft_sample_method: str | None = None
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rates: list[float] | None = None
+    synthetic_acceptance_length: float | None = None
+
+    def __init__(self, **values: Any) -> None:
+        if "tensor_parallel_size" in values:
+            raise ValueError("speculative_config key 'tensor_parallel_size' is the target's; use draft_tensor_parallel_size")
+        for key, idle in _NOT_BUILT.items():
+            if key in values and values.pop(key) not in idle:
+                raise ValueError(f"speculative_config key {key!r}: this feature is not built yet; leave the key out")
+        super().__init__(**values)
+
+    @classmethod
+    def parse(cls, given: str | dict[str, Any] | None) -> SpeculativeConfig:
+        """From JSON text, or the object itself; None means no speculation."""
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"speculative_config is not JSON: {error.msg} at character {error.pos} of {given!r}") from None
+        if given is None:
+            return cls(method="none")
+        if not isinstance(given, dict):
+            raise ValueError(f"speculative_config={given!r} must be a JSON object, such as {{'method': 'ngram', ...}}")
+        return cls(**given)
+
+    @property
+    def resolved_method(self) -> str:
+        """The method, inferred from `model` as vLLM does when it is omitted."""
+        name = self.method
+        if name is None:
+            name = self._inferred_method()
+        if name in _NOT_BUILT_METHODS:
+            raise ValueError(f"method {name!r} is not built yet; built: {', '.join(method.names())}")
+        if name not in method.names():
+            raise ValueError(f"unknown method {name!r}; {nearest(name, method.names())}")
+        return name
+
+    def _inferred_method(self) -> str:
+        if self.model is None:
+            raise ValueError("speculative_config has neither method nor model; name one, such as method='ngram'")
+        lower = self.model.lower()
+        if lower in ("ngram", "[ngram]"):
+            return "ngram"
+        if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", self.model) and not Path(self.model).exists():
+            return "custom_class"
+        for mark, name in (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):
+            if mark in lower:
+                return name
+        return "draft_model"
+
+    def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
+        """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
+        name = self.resolved_method
+        given = {key: value for key, value in self.model_dump().items() if value is not None}
+        scheme = given.pop("rejection_sample_method")
+        for key in ("method", *(["model"] if name == "ngram" else [])):
+            given.pop(key, None)
+        scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
+        if given.get("draft_sample_method") == "greedy" and "draft_sample_method" not in method.settings(name):
+            given.pop("draft_sample_method")  # true of every deterministic drafter
+        num_draft = given.get("num_speculative_tokens")
+        if num_draft is not None and num_draft < 1 and name != "none":
+            raise ValueError(f"num_speculative_tokens={num_draft}: at least 1 is needed; method 'none' drafts nothing")
+        if num_draft is None and name not in ("none", "suffix"):
+            raise ValueError(f"method {name!r} needs num_speculative_tokens; give how many tokens to draft per step")
+        if name in ("draft_model", "custom_class") and "model" not in given:
+            raise ValueError(f"method {name!r} needs model; {_MODEL_HINT[name]}")
+        if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
+            raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
+        # what the scheme refuses is found before a draft model is loaded
+        verifier = rejection.build(scheme, num_draft or 0, **scheme_params)
+        return method.build(name, target, **given), verifier
+
+
+_MODEL_HINT = {
+    "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
+    "custom_class": "give the dotted path of your class, 'package.module.Class'",
+}
+
+
+@dataclass
+class CompletionOutput:
+    """One answer. token_ids end with the eos or stop token that ended them, as in Hugging Face and vLLM."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answer, shaped as vLLM's class of this name; `request` is the engine's own record."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    request: Request | None = field(default=None, repr=False)
+
+
+class LLM:
+    """A target with a way to speculate.
+
+    model: directory, hub id, or embedded name; dtype, device: chosen unless given; max_batch_size: rows decoded together;
+    max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: of requests without their own.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | torch.dtype | None = None,
+        device: str | None = None,
+        revision: str | None = None,
+        max_batch_size: int = 8,
+        max_model_len: int | None = None,
+        prefill_chunk_size: int = 512,
+        speculative_config: dict[str, Any] | str | None = None,
+        seed: int = 0,
+    ):
+        self.speculative_config = SpeculativeConfig.parse(speculative_config)
+        _ = self.speculative_config.resolved_method  # a typo is found before the target is loaded
+        self.target = CausalLM(model, dtype, device, revision)
+        proposer, verifier = self.speculative_config.build(self.target)
+        self.engine = Engine(self.target, proposer, verifier, max_batch_size, max_model_len, prefill_chunk_size)
+        self.seed = seed
+        self._counter = itertools.count()
+
+    def get_tokenizer(self) -> Any:
+        return self.target.tokenizer
+
+    def generate(
+        self,
+        prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Decode prompts: strings, or {"prompt_token_ids": [...]}. One SamplingParams for all, or one for each."""
+        listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        params = self._params(sampling_params, len(listed))
+        texts, requests = [], []
+        for prompt, own in zip(listed, params, strict=True):
+            text, ids = self._tokenize(prompt)
+            number = next(self._counter)
+            seed = derived_seed(self.seed, number) if own.seed is None else own.seed
+            texts.append(text)
+            requests.append(Request(str(number), ids, own, seed))
+        return self._run(texts, requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Decode conversations (one, or a list of them), rendered by the tokenizer's own chat template."""
+        if not messages:
+            raise ValueError("messages=[]: give at least one message with 'role' and 'content'")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        tokenizer = self.target.tokenizer
+        if chat_template is None and not tokenizer.chat_template:
+            raise ValueError(f"{self.target.name} has no chat template (a base model?); use generate, or give chat_template=")
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        rendered = [
+            {"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in prompts
+        ]
+        return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all or one for each")
+        return list(given)
+
+    def _tokenize(self, prompt: str | dict[str, Any]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, list(self.target.tokenizer(prompt)["input_ids"])
+        for key in prompt:
+            if key not in ("prompt", "prompt_token_ids"):
+                raise ValueError(f"unknown prompt key {key!r}; {nearest(key, ('prompt', 'prompt_token_ids'))}")
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
+        if "prompt" not in prompt:
+            raise ValueError("a prompt object needs 'prompt' or 'prompt_token_ids'")
+        return self._tokenize(prompt["prompt"])
+
+    def _run(self, texts: list[str | None], requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        # what an error or an interruption left behind belongs to nobody
+        self.engine.clear()
+        finished = self.engine.run(requests)
+        for _ in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=not use_tqdm):
+            pass
+        return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]
+
+    def _output(self, text: str | None, request: Request) -> RequestOutput:
+        answer = request.text
+        if answer is None:
+            special = request.params.skip_special_tokens
+            answer = self.target.tokenizer.decode(request.output_token_ids, skip_special_tokens=special)
+        assert request.stats is not None
+        metrics = None
+        if self.engine.proposer.num_speculative_tokens:
+            metrics = SpecDecodeMetrics.of(request.stats, self.engine.proposer.num_speculative_tokens)
+        completion = CompletionOutput(0, answer, request.output_token_ids, request.finish_reason, request.stop_reason, metrics)
+        return RequestOutput(request.id, text, request.prompt_token_ids, [completion], request=request)
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """The seed of request `number` of a run: distinct per request, the same in every run with that seed."""
+    return int(sampling.uniforms(np.array(seed), sampling.SEED, np.array(number), 0) * 2**53)

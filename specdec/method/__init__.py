@@ -1,0 +1,45 @@
+"""Methods: each file is one way to draft, named as vLLM's `method`, with one class that has `propose`.
+
+The class's constructor is the schema of the method's settings; a parameter called `target` receives the target model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+from specdec.core import Proposer, nearest
+from specdec.target import CausalLM
+
+
+def names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find(name: str) -> type:
+    """The class of a method. Raises ValueError for an unknown name."""
+    if name not in names():
+        raise ValueError(f"unknown method {name!r}; {nearest(name, names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    classes = [
+        c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__ and hasattr(c, "propose")
+    ]
+    assert len(classes) == 1, f"{module.__name__} must define one class with propose, it has {len(classes)}"
+    return classes[0]
+
+
+def settings(name: str) -> list[str]:
+    """Names of the settings that the method takes."""
+    return [p for p in inspect.signature(find(name)).parameters if p != "target"]
+
+
+def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
+    """Construct a method. Settings that it does not take are a ValueError."""
+    for key in kwargs:
+        if key not in settings(name):
+            raise ValueError(f"method {name!r} takes no setting {key!r}; {nearest(key, settings(name))}")
+    if "target" in inspect.signature(find(name)).parameters:
+        kwargs["target"] = target
+    return find(name)(**kwargs)

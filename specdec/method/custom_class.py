@@ -1,0 +1,85 @@
+"""A proposer of the user's own: `model="package.module.Class"`.
+
+The class gets the whole context: tokens, hidden states (set `hidden_layers`), the target's last logits (set `needs_logits`),
+sampling parameters, and noise to draw from; it may return laws. It is written like any file in this directory:
+
+    class Mine:
+        def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
+        def propose(self, context) -> Draft | list[list[int]]: ...
+        # optional: begin(row, request), end(row), hidden_layers, needs_logits, more_bytes, reserve
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.core import Context, Draft, Request, Silent, ragged
+from specdec.target import CausalLM
+
+
+class CustomClass(Silent):
+    """Wraps the user's object: fills in what it leaves out, and checks and trims what it drafts."""
+
+    def __init__(self, target: CausalLM, model: str, num_speculative_tokens: int):
+        if num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
+        self.num_speculative_tokens, self.name, self.vocab_size = num_speculative_tokens, model, target.vocab_size
+        available = {"num_speculative_tokens": num_speculative_tokens, "target": target}
+        self.own = load(model, available)
+        self.hidden_layers = tuple(getattr(self.own, "hidden_layers", ()))
+        self.needs_logits = bool(getattr(self.own, "needs_logits", False))
+
+    def begin(self, row: int, request: Request) -> None:
+        if hasattr(self.own, "begin"):
+            self.own.begin(row, request)
+
+    def end(self, row: int) -> None:
+        if hasattr(self.own, "end"):
+            self.own.end(row)
+
+    def more_bytes(self, rows: int, slots: int) -> int:
+        return self.own.more_bytes(rows, slots) if hasattr(self.own, "more_bytes") else 0
+
+    def reserve(self, rows: int, slots: int) -> None:
+        if hasattr(self.own, "reserve"):
+            self.own.reserve(rows, slots)
+
+    def propose(self, context: Context) -> Draft:
+        draft = self.own.propose(context)
+        if not isinstance(draft, Draft):
+            draft = ragged([np.asarray(tokens, dtype=np.int64) for tokens in draft], context.last_token_B.device)
+        num_rows, width = len(context.rows), draft.token_BK.shape[1]
+        if draft.token_BK.shape[0] != num_rows or draft.length_B.shape != (num_rows,):
+            raise ValueError(f"{self.name}.propose returned {draft.token_BK.shape[0]} drafts for {num_rows} rows; give one per row")
+        if int(draft.length_B.max()) > width:
+            raise ValueError(f"{self.name}.propose says a draft has {int(draft.length_B.max())} tokens and gives {width}")
+        # dropping the end of a draft is safe for losslessness: it does not look at the tokens
+        draft.length_B = draft.length_B.cpu().minimum(torch.from_numpy(context.max_draft_B))
+        return draft
+
+
+def load(path: str, available: dict[str, Any]) -> Any:
+    """Import the class and construct it with those of `available` that its constructor names. Each way to fail has its own error."""
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"model={path!r} of custom_class must be a dotted path, 'package.module.Class'")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"custom_class: cannot import {module_name!r} ({type(error).__name__}: {error})") from error
+    if not hasattr(module, class_name):
+        raise ValueError(f"custom_class: module {module_name!r} has no class {class_name!r}")
+    cls = getattr(module, class_name)
+    try:
+        accepted = inspect.signature(cls).parameters
+        own = cls(**{key: value for key, value in available.items() if key in accepted})
+    except Exception as error:
+        raise ValueError(f"custom_class: {path} could not be constructed ({type(error).__name__}: {error})") from error
+    if not callable(getattr(own, "propose", None)):
+        raise ValueError(f"custom_class: {path} has no callable 'propose'")
+    return own

@@ -1,0 +1,14 @@
+"""No speculation: the baseline that every speedup is measured against, in the same engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specdec.core import Context, Draft, Silent, ragged
+
+
+class Plain(Silent):
+    """Drafts nothing."""
+
+    def propose(self, context: Context) -> Draft:
+        return ragged([np.zeros(0, dtype=np.int64)] * len(context.rows), context.last_token_B.device)

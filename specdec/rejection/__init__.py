@@ -1,0 +1,47 @@
+"""Rejection schemes: each file is one scheme, named as vLLM's `rejection_sample_method`.
+
+A file has `lossless` (does the output keep the target's law?), `keyed_by` ("step" or "position": what its uniforms are
+a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. `u[:, :K]` decide acceptance at
+draft positions 0..K-1 and `u[:, K]` samples the extra token by inverse CDF; a row's own draft length counts.
+A file may have `check(num_speculative_tokens, **params)`, which refuses bad parameters before a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec.core import Verdict, nearest
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A scheme with its parameters bound."""
+
+    name: str
+    lossless: bool
+    keyed_by: str
+    verify: Callable[..., Verdict]
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, draft: Any, p_BJV: Any, u_BJ: Any) -> Verdict:
+        return self.verify(draft, p_BJV, u_BJ, **self.params)
+
+
+def names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier:
+    """The scheme of that file name. Raises ValueError for an unknown name or parameters that the scheme refuses."""
+    if name not in names():
+        raise ValueError(f"unknown rejection_sample_method {name!r}; {nearest(name, names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    if hasattr(module, "check"):
+        params = module.check(num_speculative_tokens, **params)
+    elif params:
+        raise ValueError(f"rejection_sample_method={name!r} takes no {sorted(params)[0]}; remove it")
+    return Verifier(name, module.lossless, module.keyed_by, module.verify, params)

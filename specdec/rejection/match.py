@@ -1,0 +1,30 @@
+"""Match: sample y_i from the target at every position, accept while the draft says the same, end with the first y that differs.
+
+The uniforms are keyed by (seed, absolute position), so with the same seed the output equals plain sampling token for token,
+whatever the drafter: losslessness at a temperature above 0 as an exact test. Acceptance is sum p q per position for
+probabilistic drafts (less than `standard`), p(x) for deterministic ones (the same).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specdec.core import Draft, Verdict
+from specdec.sampling import inverse_cdf
+
+lossless = True
+keyed_by = "position"
+
+
+def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """draft: token_BK; p_BJV: target laws, J = K + 1; u_BJ: uniforms by absolute position, float64. Lossless."""
+    return compare(draft, inverse_cdf(p_BJV, u_BJ))
+
+
+def compare(draft: Draft, y_BJ: Tensor) -> Verdict:
+    """Judge a draft against the target's own tokens. With y the argmax, this is greedy verification under any lossless scheme."""
+    num_draft = y_BJ.shape[1] - 1
+    position = y_BJ.new_ones(num_draft).cumsum(0) - 1
+    same_BK = (draft.token_BK == y_BJ[:, :-1]) & (position < draft.length_B.to(y_BJ.device).unsqueeze(-1))
+    num_accepted_B = same_BK.long().cumprod(-1).sum(-1)
+    return Verdict(num_accepted_B, y_BJ.gather(-1, num_accepted_B.unsqueeze(-1)).squeeze(-1))

@@ -1,0 +1,73 @@
+"""Synthetic acceptance, for load tests with a chosen acceptance profile (vLLM's scheme of this name). Not lossless.
+
+`synthetic_acceptance_rates[i]` is P(draft tokens 0..i stand), so the rates do not rise; position i stands with the
+conditional rate r_i / r_{i-1}, whatever the target says, at temperature 0 too. The extra token is the residual sample of
+`standard`, which at temperature 0 is the target's argmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.core import Draft, Verdict
+from specdec.rejection.standard import live, settle
+
+lossless = False
+keyed_by = "step"
+
+
+def check(
+    num_speculative_tokens: int,
+    synthetic_acceptance_rates: list[float] | None = None,
+    synthetic_acceptance_length: float | None = None,
+) -> dict[str, list[float]]:
+    """Exactly one of the two must be given. A mean acceptance length becomes the profile of least variance."""
+    rates, length = synthetic_acceptance_rates, synthetic_acceptance_length
+    if (rates is None) == (length is None):
+        raise ValueError(
+            "rejection_sample_method='synthetic' needs exactly one of synthetic_acceptance_rates and "
+            f"synthetic_acceptance_length, got {'both' if rates is not None else 'neither'}"
+        )
+    if rates is None:
+        assert length is not None
+        rates = rates_of_length(length, num_speculative_tokens)
+    if len(rates) != num_speculative_tokens:
+        raise ValueError(
+            f"synthetic_acceptance_rates has {len(rates)} entries for num_speculative_tokens={num_speculative_tokens}; give one each"
+        )
+    for i, rate in enumerate(rates):
+        if not 0 <= rate <= 1:
+            raise ValueError(f"synthetic_acceptance_rates[{i}]={rate} is outside [0, 1]")
+        if i and rate > rates[i - 1]:
+            raise ValueError(
+                f"synthetic_acceptance_rates rise from {rates[i - 1]} to {rate} at position {i}; "
+                "they are P(tokens 0..i all stand) and cannot rise"
+            )
+    return {"synthetic_acceptance_rates": [float(rate) for rate in rates]}
+
+
+def rates_of_length(length: float, num_speculative_tokens: int) -> list[float]:
+    """The unconditional rates of least variance whose mean acceptance length (bonus token counted) is `length`."""
+    if not 1 <= length <= num_speculative_tokens + 1:
+        raise ValueError(
+            f"synthetic_acceptance_length={length} is outside [1, num_speculative_tokens + 1 = {num_speculative_tokens + 1}]"
+        )
+    return [min(max(length - 1 - i, 0.0), 1.0) for i in range(num_speculative_tokens)]
+
+
+def conditional(rates: list[float]) -> list[float]:
+    """P(position i stands, given that those before it do)."""
+    before = [1.0, *rates[:-1]]
+    return [rate / prior if prior > 0 else 0.0 for rate, prior in zip(rates, before, strict=True)]
+
+
+def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates: list[float]) -> Verdict:
+    """draft: token_BK; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossy.
+
+    The rates may be more than this step's K: a row near its length limit drafts less than the method's K.
+    """
+    num_draft = p_BJV.shape[1] - 1
+    rates = conditional(synthetic_acceptance_rates)[:num_draft]
+    rate_K = torch.tensor(rates, dtype=torch.float64, device=p_BJV.device)
+    return settle(draft, p_BJV, u_BJ, live(draft, p_BJV) & (u_BJ[:, :num_draft] < rate_K))

@@ -1,0 +1,237 @@
+"""From rows to a summary, a table and plots. The numbers come from `stats`; this file arranges them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from specdec import stats
+from specdec.rejection import Verifier
+from specdec.stats import RequestStats
+
+SHOWN_POSITIONS = 5
+
+
+def summarize(
+    run: dict[str, RequestStats],
+    plain: dict[str, RequestStats],
+    category_of: dict[str, str],
+    verify_s: Callable[[float], float] | None,
+) -> dict[str, Any]:
+    """Numbers of the whole run and of every category.
+
+    run, plain: statistics by request id, of the method and of decoding without speculation (may be empty);
+    verify_s: measured seconds of a forward of n tokens per row.
+    """
+
+    def numbers(ids: list[str]) -> dict[str, Any]:
+        own = [run[i] for i in ids]
+        base = [plain[i] for i in ids if i in plain]
+        result = stats.pool(own)
+        result["mean_acceptance_length_over_requests"] = stats.mean_over_requests(own, "mean_acceptance_length")
+        result["tokens_per_step_over_requests"] = stats.mean_over_requests(own, "tokens_per_step")
+        result["decode_tokens_per_s"] = speed = stats.decode_tokens_per_s(own)
+        result["time_to_first_token_s"] = float(np.mean([s.time_to_first_token_s for s in own]))
+        steps = result["num_steps"]
+        result["draft_s_per_step"] = stats.busy_seconds(own, "draft_s") / steps if steps else None
+        result["verify_s_per_step"] = stats.busy_seconds(own, "verify_s") / steps if steps else None
+        result["speedup_ideal"] = result["tokens_per_step"]
+        result["baseline_tokens_per_s"] = baseline = stats.decode_tokens_per_s(base) if len(base) == len(own) else None
+        result["speedup"] = speed / baseline if speed and baseline else None
+        result["speedup_model"] = result["efficiency"] = None
+        if verify_s is not None:
+            step_s = verify_s(1)
+            result["speedup_model"] = model = stats.predicted_speedup(own, lambda n: verify_s(n) / step_s, step_s)
+            result["efficiency"] = result["speedup"] / model if result["speedup"] else None
+        return result
+
+    by_category: dict[str, list[str]] = defaultdict(list)
+    for name in run:
+        by_category[category_of[name]].append(name)
+    return {"overall": numbers(list(run)), "categories": {name: numbers(ids) for name, ids in by_category.items()}}
+
+
+def lossless_said(
+    verifier: Verifier, greedy: bool, answered: dict[str, list[int]], plain: dict[str, list[int]], has_plain: bool
+) -> str:
+    """In words: by what right the output is called the target's own. Token for token where that can be checked."""
+    if not verifier.lossless:
+        return f"NO ({verifier.name} does not keep the target's law)"
+    if has_plain and (greedy or verifier.name == "match"):
+        same = sum(answered[name] == plain[name] for name in answered)
+        verdict = "yes" if same == len(answered) else "NOT TOKEN FOR TOKEN"
+        return f"{verdict}, {same} of {len(answered)} outputs equal plain decoding"
+    return f"yes, in law ({verifier.name})"
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; yields a function that advances it by one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total, completed=done)
+        yield lambda: bar.advance(task)
+
+
+def _number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def table(summary: dict[str, Any], title: str) -> Table:
+    """Per category and overall: what a reader compares."""
+    grid = Table(title=title, title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
+    grid.add_column("category", no_wrap=True)
+    for name in ("requests", "mean acceptance length", "tokens/step", "acceptance per position", "tokens/s", "speedup", "model", "efficiency"):
+        grid.add_column(name, justify="left" if "position" in name else "right")
+    lines = [*summary["categories"].items(), ("all", summary["overall"])]
+    for place, (name, n) in enumerate(lines):
+        rates = n["acceptance_rate_per_position"]
+        shown = " ".join(f"{rate:.2f}" for rate in rates[:SHOWN_POSITIONS]) + (" ..." if len(rates) > SHOWN_POSITIONS else "")
+        grid.add_row(
+            name,
+            str(n["num_requests"]),
+            _number(n["mean_acceptance_length"]),
+            _number(n["tokens_per_step"]),
+            shown or "-",
+            _number(n["decode_tokens_per_s"], 1),
+            _number(n["speedup"], 2, "x"),
+            _number(n["speedup_model"], 2, "x"),
+            _number(n["efficiency"]),
+            end_section=place == len(lines) - 2,
+            style="bold" if name == "all" else None,
+        )
+    grid.caption = (
+        "mean acceptance length counts steps with a draft, bonus token included; tokens/step counts every step. speedup: over "
+        "none in this run, prefill apart. model: what acceptance and measured forward times predict; efficiency: speedup / model."
+    )
+    return grid
+
+
+def show(*parts: Any) -> None:
+    """Print for people; wide enough for a table when the output is a file."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 150)
+    for part in parts:
+        console.print(part)
+
+
+def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
+    """Four panels: tokens per step, acceptance per position, tokens emitted per step, speedup against its predictions."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    categories = {**summary["categories"], "all": summary["overall"]}
+    names = list(categories)
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+    figure.suptitle(title)
+    place = np.arange(len(names))
+
+    axis = axes[0, 0]
+    means = [categories[n]["tokens_per_step_over_requests"] for n in names]
+    centers = [m["mean"] if m else np.nan for m in means]
+    errors = [[m["mean"] - m["low"] if m else 0 for m in means], [m["high"] - m["mean"] if m else 0 for m in means]]
+    axis.bar(place, centers, yerr=errors, capsize=3, color="tab:blue")
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(place, names, rotation=30, ha="right")
+    axis.set_title("Tokens per step (mean over requests, 95 % interval)")
+
+    axis = axes[0, 1]
+    for name in names:
+        rates = categories[name]["acceptance_rate_per_position"]
+        if rates:
+            style = {"color": "black", "linewidth": 2.5} if name == "all" else {"linewidth": 1.2}
+            axis.plot(np.arange(1, len(rates) + 1), rates, marker="o", markersize=3, label=name, **style)
+    axis.set_ylim(0, 1.02)
+    axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axis.set_xlabel("draft position")
+    axis.set_title("Share of drafts accepted up to each position")
+    if axis.lines:
+        axis.legend(fontsize=8)
+    else:
+        axis.text(0.5, 0.5, "no drafts", transform=axis.transAxes, ha="center")
+
+    axis = axes[1, 0]
+    histogram = np.array(summary["overall"]["acceptance_histogram"])
+    no_draft, accepted = histogram[0].sum(), histogram[1:].sum(0)
+    total = max(histogram.sum(), 1)
+    axis.bar(["no draft", *map(str, range(len(accepted)))], np.array([no_draft, *accepted]) / total, color="tab:green")
+    if len(accepted) > 12:
+        axis.tick_params(axis="x", labelsize=7)
+    axis.set_xlabel("draft tokens accepted")
+    axis.set_title("Share of steps")
+
+    axis = axes[1, 1]
+    bars = [("speedup", "measured"), ("speedup_model", "model"), ("speedup_ideal", "ideal: drafts and verification free")]
+    for k, (key, label) in enumerate(bars):
+        heights = [np.nan if categories[n][key] is None else categories[n][key] for n in names]
+        axis.bar(place + (k - 1) * 0.27, heights, 0.27, label=label)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(place, names, rotation=30, ha="right")
+    axis.set_title("Speedup over decoding without speculation")
+    axis.legend(fontsize=8)
+
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
+    """One line per run."""
+    grid = Table(title="runs", title_justify="left", header_style="bold")
+    grid.add_column("run", no_wrap=True)
+    for name in ("method", "K", "rejection", "lossless", "mean acceptance length", "tokens/step", "tokens/s", "speedup", "model", "efficiency"):
+        grid.add_column(name, justify="right")
+    for name, summary in runs.items():
+        n = summary["overall"]
+        grid.add_row(
+            name,
+            summary["method"],
+            str(summary["num_speculative_tokens"]),
+            summary["rejection"],
+            summary["lossless_said"],
+            _number(n["mean_acceptance_length"]),
+            _number(n["tokens_per_step"]),
+            _number(n["decode_tokens_per_s"], 1),
+            _number(n["speedup"], 2, "x"),
+            _number(n["speedup_model"], 2, "x"),
+            _number(n["efficiency"]),
+        )
+    return grid
+
+
+def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
+    """Tokens per step and speedup, by category, a bar per run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(c for summary in runs.values() for c in summary["categories"])) + ["all"]
+    figure, axes = plt.subplots(2, 1, figsize=(max(9, 1.4 * len(names)), 8), constrained_layout=True)
+    place, width = np.arange(len(names)), 0.8 / len(runs)
+    for axis, key, title in (
+        (axes[0], "tokens_per_step", "Tokens per step (pooled)"),
+        (axes[1], "speedup", "Speedup over decoding without speculation, same run"),
+    ):
+        for k, (label, summary) in enumerate(runs.items()):
+            parts = {**summary["categories"], "all": summary["overall"]}
+            heights = [parts[n][key] if n in parts and parts[n][key] is not None else np.nan for n in names]
+            axis.bar(place + (k - (len(runs) - 1) / 2) * width, heights, width, label=label)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(place, names, rotation=20, ha="right")
+        axis.set_title(title)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

@@ -1,0 +1,155 @@
+"""From logits to laws to tokens.
+
+Everything random comes in as uniforms in [0, 1) that are a pure function of (seed, stream, index, column), so a
+request's noise does not depend on its batch mates, its row, or the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.core import SamplingParams
+
+# streams: noise that judges a draft must be independent of the noise that drew it, and of what seeds were made from
+VERIFY, DRAFT, SEED = 0, 1, 2
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit words that spreads every bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seed: np.ndarray, stream: int, index: np.ndarray, column: np.ndarray | int) -> np.ndarray:
+    """Uniforms in [0, 1), float64 with 53 random bits. The arguments broadcast.
+
+    seed: the request's; stream: VERIFY or DRAFT; index: the step, or the absolute position; column: within the step.
+    """
+    with np.errstate(over="ignore"):
+        key = np.asarray(seed, dtype=np.int64).astype(np.uint64)
+        for part in (stream, index, column):
+            word = np.asarray(part, dtype=np.int64).astype(np.uint64)
+            key = _mix((key + _GOLDEN) ^ _mix(word + _GOLDEN))
+        return (_mix(key + _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def inverse_cdf(weight_BV: Tensor, u_B: Tensor) -> Tensor:
+    """Sample token ids from unnormalised non-negative weights: the first id whose cumulative weight exceeds u * total.
+
+    weight: [..., V], u: [...] in [0, 1); float64 inside. A token of weight 0 is never returned.
+    """
+    cumulative = weight_BV.double().cumsum(-1)
+    point = (u_B.to(cumulative.device) * cumulative[..., -1]).unsqueeze(-1)
+    token = torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+    # u * total can round up to the total; the last token that has weight is meant then
+    last = torch.searchsorted(cumulative, cumulative[..., -1:].contiguous()).squeeze(-1)
+    return torch.minimum(token, last)
+
+
+def one_hot(token: Tensor, vocab_size: int) -> Tensor:
+    """[...] -> [..., V] float32 laws that put everything on one token."""
+    law = torch.zeros(*token.shape, vocab_size, device=token.device)
+    return law.scatter_(-1, token.unsqueeze(-1), 1.0)
+
+
+def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor) -> Tensor:
+    """The laws that processed logits stand for: temperature, then min-p, top-k and top-p, as vLLM orders them.
+
+    logits_NV: after penalties and bias; params: one per row; row_N: which row's parameters a line of logits takes.
+    Returns p_NV, float32. A row of temperature 0 is one-hot on the argmax (the lowest id among equals).
+    """
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits_NV.device)[row_N].unsqueeze(-1)
+
+    logits_NV = logits_NV.float()
+    greedy = [p.greedy for p in params]
+    if all(greedy):
+        return one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
+    if any(greedy):
+        argmax_NV = one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
+    scaled = logits_NV / column([p.temperature or 1.0 for p in params])
+    if any(p.min_p for p in params):
+        floor = scaled.amax(-1, keepdim=True) + column([p.min_p for p in params]).log()
+        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
+    if any(p.top_k > 0 for p in params) or any(p.top_p < 1 for p in params):
+        scaled = _top_k_top_p(scaled, params, row_N)
+    p_NV = scaled.softmax(-1)
+    if any(greedy):
+        p_NV = torch.where(column([float(g) for g in greedy]).bool(), argmax_NV, p_NV)
+    return p_NV
+
+
+def _top_k_top_p(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor) -> Tensor:
+    """Mask all but the k most likely tokens, and of those all but the smallest set whose mass reaches top_p.
+
+    Ties at the border of top-k stay in, as in vLLM and Hugging Face.
+    """
+    vocab_size = logits_NV.shape[-1]
+    sorted_NV, order_NV = logits_NV.sort(-1, descending=True)
+    device = logits_NV.device
+    k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=device)[row_N]
+    border = sorted_NV.gather(-1, k.unsqueeze(-1) - 1)
+    sorted_NV = sorted_NV.masked_fill(sorted_NV < border, -torch.inf)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[row_N].unsqueeze(-1)
+    mass_before = sorted_NV.softmax(-1).double().cumsum(-1)
+    mass_before = torch.cat([torch.zeros_like(mass_before[..., :1]), mass_before[..., :-1]], -1)
+    sorted_NV = sorted_NV.masked_fill((mass_before >= top_p) & (top_p < 1), -torch.inf)
+    return torch.full_like(logits_NV, -torch.inf).scatter(-1, order_NV, sorted_NV)
+
+
+def adjust(
+    logits_BJV: Tensor,
+    params: list[SamplingParams],
+    prompt_BV: Tensor | None,
+    output_BV: Tensor | None,
+    draft_BK: Tensor,
+    length_B: Tensor,
+    num_output_B: np.ndarray,
+    stop_ids: list[list[int]],
+) -> Tensor:
+    """Bias, minimum length and penalties, for every verified position of every row, each with its own prefix.
+
+    The prefix of position j is the committed tokens and the draft tokens before j.
+    prompt_BV, output_BV: how often each token stands in the prompt and in the output so far (None if no row penalises);
+    num_output_B: tokens put out so far; stop_ids: what `min_tokens` forbids, per row.
+    Repetition penalty as in CTRL (Keskar et al. 2019) over prompt and output; presence and frequency over the output.
+    """
+    logits_BJV = logits_BJV.float()
+    if logits_BJV.data_ptr() == 0 or not logits_BJV.is_contiguous():
+        logits_BJV = logits_BJV.contiguous()
+    logits_BJV = logits_BJV.clone()
+    device, (num_rows, num_positions, _) = logits_BJV.device, logits_BJV.shape
+
+    for b, p in enumerate(params):
+        if p.logit_bias:
+            ids = torch.tensor(list(p.logit_bias), device=device)
+            logits_BJV[b, :, ids] += torch.tensor(list(p.logit_bias.values()), device=device)
+        missing = p.min_tokens - int(num_output_B[b])
+        if missing > 0 and stop_ids[b]:
+            logits_BJV[b, :missing, torch.tensor(stop_ids[b], device=device)] = -torch.inf
+
+    if prompt_BV is None or output_BV is None:
+        return logits_BJV
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=device).unsqueeze(-1)
+
+    repetition = column([p.repetition_penalty for p in params])
+    frequency = column([p.frequency_penalty for p in params])
+    presence = column([p.presence_penalty for p in params])
+    output_BV = output_BV.clone()
+    for j in range(num_positions):
+        if j:
+            counts = (j - 1 < length_B).to(device, output_BV.dtype).unsqueeze(-1)
+            output_BV.scatter_add_(-1, draft_BK[:, j - 1 : j], counts)
+        logits = logits_BJV[:, j]
+        seen = (prompt_BV + output_BV) > 0
+        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits_BJV[:, j] = logits - frequency * output_BV - presence * (output_BV > 0)
+    return logits_BJV

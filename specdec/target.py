@@ -1,0 +1,222 @@
+"""A Hugging Face causal LM over a slot cache: the target of every method, and the drafter of `draft_model`.
+
+`forward` takes ragged rows laid end to end and returns logits and tapped hidden states. This file and `kv.py` are the only ones
+that know transformers' model interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from specdec import hub, linear
+from specdec.core import nearest
+from specdec.kv import SlotCache, Window, slot_attention
+
+AttentionInterface.register("specdec", slot_attention)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Output:
+    """logits: [N, V], or [B, V] when only each row's last token was asked for. hidden: [N, T, D] of the tapped layers."""
+
+    logits: Tensor
+    hidden_NTD: Tensor | None = None
+
+
+def choose_device(device: str | None = None) -> torch.device:
+    """cuda if there is one, else cpu; a name that torch does not know is a ValueError."""
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device={device!r} is not a device; use cpu, cuda or cuda:N") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
+    return chosen
+
+
+def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """bfloat16 on cuda, float32 on the CPU, unless named (`auto` means the same)."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype in (None, "auto"):
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    short = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+    name = short.get(dtype, dtype)
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; {nearest(dtype, DTYPES)}")
+    return DTYPES[name]
+
+
+class CausalLM:
+    """Weights, tokenizer and the facts about them that decoding needs.
+
+    name: a local directory, a hub id, or the name of an embedded model (`specdec.hub`).
+    dtype, device: chosen as `choose_dtype` and `choose_device` say, unless given.
+    Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that can be rolled back.
+    """
+
+    def __init__(
+        self, name: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None, revision: str | None = None
+    ):
+        self.name = str(name)
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, self.device)
+        self.path = hub.resolve(self.name, revision)
+        self.model = load_weights(self.path, self.dtype, self.device)
+        self.config = self.model.config.get_text_config()
+        if linear.can_pack(self.dtype, self.device):
+            linear.pack(self.model)
+
+        self.vocab_size: int = self.config.vocab_size
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = self.config.num_hidden_layers
+        self.max_model_len: int = getattr(self.config, "max_position_embeddings", None) or 2**31
+        self.eos_token_ids = _eos_token_ids(self.path, self.config)
+        self._tokenizer: Any = None
+        self._taps: dict[int, Tensor] = {}
+        self._hooks: dict[int, Any] = {}
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
+            except Exception as error:
+                raise ValueError(f"{self.path}: no tokenizer that can be read ({_first_line(error)})") from None
+        return self._tokenizer
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters read by one forward (tied embeddings count once)."""
+        return hub.num_parameters(self.config)
+
+    def new_cache(self) -> SlotCache:
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        width = getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads
+        return SlotCache([(heads, width)] * self.num_layers, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        cache: SlotCache,
+        token_N: Tensor,
+        start_B: np.ndarray,
+        length_B: np.ndarray,
+        first_row: int = 0,
+        last_only: bool = False,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> Output:
+        """Process each row's tokens at its positions and keep their K and V in the cache.
+
+        token_N: int64 on the device, the rows' tokens end to end; start_B, length_B: on the host, where each row's tokens
+        begin and how many there are (0 is allowed); rows first_row ... of the cache. last_only: logits of each row's last
+        token only; of a row without tokens, those of some other token. hidden_layers: id i taps what enters layer i (its residual stream),
+        id `num_layers` what leaves the last one, before the final norm: the ids of vLLM's EAGLE-3.
+        """
+        window = Window(cache, first_row, start_B, length_B)
+        self._tap(hidden_layers)
+        keep: Any = 0
+        if last_only:
+            keep = torch.from_numpy((np.cumsum(length_B) - 1).clip(0)).to(self.device, non_blocking=True)
+        out = self.model(
+            input_ids=token_N.unsqueeze(0),
+            position_ids=window.slot_N.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=keep,
+            window=window,
+        )
+        hidden_NTD = None
+        if hidden_layers:
+            hidden_NTD = torch.stack([self._taps[layer][0] for layer in hidden_layers], 1)
+        return Output(out.logits[0], hidden_NTD)
+
+    def prefill(
+        self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()
+    ) -> Output:
+        """Process tokens of one row from position `start` on, `chunk` at a time. Logits [1, V] of the last one."""
+        hidden = []
+        for first in range(start, len(tokens), chunk):
+            part = tokens[first : first + chunk]
+            out = self.forward(
+                cache,
+                torch.from_numpy(part).to(self.device),
+                np.array([first]),
+                np.array([len(part)]),
+                first_row=row,
+                last_only=True,
+                hidden_layers=hidden_layers,
+            )
+            hidden.append(out.hidden_NTD)
+        return Output(out.logits, torch.cat(hidden) if hidden_layers else None)
+
+    def _tap(self, layers: tuple[int, ...]) -> None:
+        """Hooks that keep what enters the layers asked for (and only those)."""
+        if set(self._hooks) == set(layers):
+            return
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks, self._taps = {}, {}
+        decoder = self.model.get_decoder()
+        for layer in set(layers):
+            if not 0 <= layer <= self.num_layers:
+                raise ValueError(f"hidden layer {layer} is outside 0..{self.num_layers} of {self.name}")
+            module = decoder.norm if layer == self.num_layers else decoder.layers[layer]
+
+            def keep(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+                self._taps[layer] = args[0] if args else kwargs["hidden_states"]
+
+            self._hooks[layer] = module.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    """The transformers model of a directory, for inference, reading only JSON and safetensors."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{path}: config.json cannot be read ({_first_line(error)})") from None
+    _refuse_what_cannot_roll_back(path, config)
+    if hub.is_random(path):
+        with torch.random.fork_rng(), device:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="specdec")
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="specdec", use_safetensors=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise ValueError(f"{path}: the weights cannot be read ({_first_line(error)}); fetch the model again") from None
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
+    text = config.get_text_config()
+    foreign = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if foreign or getattr(config, "is_encoder_decoder", False):
+        what = ", ".join(sorted(foreign)) or "an encoder"
+        raise ValueError(
+            f"{path}: model_type {config.model_type!r} has {what}, whose state cannot be rolled back to before a rejected draft; "
+            "use a model with attention layers only"
+        )
+
+
+def _eos_token_ids(path: Path, config: Any) -> list[int]:
+    """All ids that end a generation: those of generation_config.json, else those of config.json."""
+    ids = None
+    if (path / "generation_config.json").exists():
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    ids = config.eos_token_id if ids is None else ids
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]

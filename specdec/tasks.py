@@ -1,0 +1,146 @@
+"""Prompts to decode: the demo set that ships with the package, or JSON lines; conversations of several turns; and their way
+through an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.core import Request, SamplingParams
+from specdec.engine import Engine
+from specdec.llm import derived_seed
+
+DEMO = Path(__file__).parent / "assets" / "demo.jsonl"
+
+
+@dataclass(frozen=True)
+class Task:
+    """User turns, answered one after the other as one conversation."""
+
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def load(path: Path | str, limit: int | None = None) -> list[Task]:
+    """Tasks of a JSON-lines file with `turns` and, optionally, `category` and `id` (or `question_id`).
+
+    limit: so many tasks, taken from the categories in turn. A malformed line is a ValueError with its number.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"task.path={path}: no such file")
+    tasks: list[Task] = []
+    seen: set[str] = set()
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                task = _parse(line, f"{path}, line {number}", number)
+                if task.id in seen:
+                    raise ValueError(f"{path}, line {number}: the id {task.id!r} has been used before; make ids unique")
+                seen.add(task.id)
+                tasks.append(task)
+    if not tasks:
+        raise ValueError(f"{path}: no tasks in the file")
+    if limit is None:
+        return tasks
+    if limit < 1:
+        raise ValueError(f"limit={limit}: at least 1 task is needed")
+    return _spread(tasks, limit)
+
+
+def _parse(line: str, where: str, number: int) -> Task:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    turns = row.get("turns") if isinstance(row, dict) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError(f"{where}: needs 'turns', a list of non-empty user turns")
+    name = row.get("id", row.get("question_id", number))
+    return Task(str(name), str(row.get("category", "all")), tuple(turns))
+
+
+def _spread(tasks: list[Task], limit: int) -> list[Task]:
+    """The first of every category, then the second of every category, ...; in the file's order."""
+    rank: dict[str, int] = defaultdict(int)
+    order = []
+    for place, task in enumerate(tasks):
+        order.append((rank[task.category], place))
+        rank[task.category] += 1
+    return [tasks[place] for place in sorted(place for _, place in sorted(order)[:limit])]
+
+
+def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str]) -> list[int]:
+    """Token ids of a conversation up to its last user turn: by the chat template if there is one, else as plain text."""
+    if not tokenizer.chat_template:
+        text = "".join(f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers, strict=False)) + turns[-1]
+        return list(tokenizer(text)["input_ids"])
+    messages = []
+    for turn, answer in zip(turns, [*answers, None], strict=True):
+        messages.append({"role": "user", "content": turn})
+        if answer is not None:
+            messages.append({"role": "assistant", "content": answer})
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decode(
+    engine: Engine, tasks: list[Task], params: SamplingParams, seed: int, answered: dict[str, list[int]] | None = None
+) -> Iterator[tuple[Task, int, Request]]:
+    """Decode every turn of every task; yields (task, turn number from 1, request) as each finishes.
+
+    answered: output tokens of requests that an earlier run finished, by request id; they are not decoded again.
+    A request's id is the task's id and the turn, and its seed depends on these and `seed` only, not on the order of decoding.
+    """
+    tokenizer, answered = engine.target.tokenizer, dict(answered or {})
+    of: dict[str, tuple[Task, int]] = {}
+
+    def text_of(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    def next_request(place: int, task: Task) -> Request | None:
+        """The first turn that has no answer."""
+        answers: list[str] = []
+        for turn in range(1, len(task.turns) + 1):
+            name = request_id(task, turn)
+            if name in answered:
+                answers.append(text_of(answered[name]))
+                continue
+            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers)
+            of[name] = (task, turn)
+            own = derived_seed(seed, place * 1000 + turn) if params.seed is None else params.seed
+            return Request(name, ids, params, own, task.category)
+        return None
+
+    place_of = {task.id: place for place, task in enumerate(tasks)}
+    first = [request for place, task in enumerate(tasks) if (request := next_request(place, task))]
+    for request in engine.run(first):
+        task, turn = of.pop(request.id)
+        answered[request.id] = request.output_token_ids
+        if turn < len(task.turns):
+            following = next_request(place_of[task.id], task)
+            assert following is not None
+            engine.add(following)
+        yield task, turn, request
+
+
+def request_id(task: Task, turn: int) -> str:
+    return f"{task.id}/{turn}"
+
+
+def fingerprint(tasks: list[Task]) -> str:
+    """A hash of what is asked, for telling whether two runs had the same prompts."""
+    text = json.dumps([(task.id, task.turns) for task in tasks])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def prepare(engine: Engine, tasks: list[Task], params: SamplingParams) -> None:
+    """Check the tasks' first turns and make room for them: errors come before anything runs."""
+    tokenizer = engine.target.tokenizer
+    engine.prepare(*(Request(request_id(task, 1), prompt_ids(tokenizer, [task.turns[0]], []), params) for task in tasks))

@@ -1,0 +1,182 @@
+"""A run's directory and what is written there: one JSON line per request as it finishes, and W&B when asked for.
+
+A directory that holds a run is never overwritten. Lines are appended and flushed one by one, so an interruption loses only
+requests that had not finished; `resume` goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec import __version__
+from specdec.core import Request
+from specdec.stats import RequestStats, request_metrics
+from specdec.tasks import Task, request_id
+
+_LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "batch_size")
+_TIMES = ("time_to_first_token_s", "prefill_s", "decode_s")
+
+
+def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
+    """Take a directory for a run. identity: what must be the same for a run to be resumed.
+
+    Raises ValueError if it holds a run and resume is false, if there is nothing to resume, or if what is resumed is another run.
+    """
+    marker = out_dir / "run.json"
+    if marker.exists() and not resume:
+        raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir=, or resume=true to go on with it")
+    if resume:
+        if not marker.exists():
+            raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
+        before = json.loads(marker.read_text())
+        changed = sorted(key for key in {*before, *identity} if before.get(key) != json.loads(json.dumps(identity)).get(key))
+        if changed:
+            key = changed[0]
+            raise ValueError(
+                f"resume=true, but {key} was {before.get(key)!r} and is {identity.get(key)!r}; use the same settings or another out_dir="
+            )
+        return
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ValueError(f"out_dir={out_dir} is a file; give a directory")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_json(marker, identity)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
+    temporary.replace(path)
+
+
+class Rows:
+    """The JSON-lines file of one pass over the tasks."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self._recover()
+        self._file = path.open("a", encoding="utf-8")
+
+    def _recover(self) -> None:
+        """Read what an interrupted run left; a last line that was cut short is dropped."""
+        good = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                try:
+                    self.rows.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
+                if not line.endswith(b"\n"):
+                    self.rows.pop()
+                    break
+                good += len(line)
+        os.truncate(self.path, good)
+
+    @property
+    def answered(self) -> dict[str, list[int]]:
+        return {row["id"]: row["output_token_ids"] for row in self.rows}
+
+    @property
+    def stats(self) -> dict[str, RequestStats]:
+        return {row["id"]: RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)}) for row in self.rows}
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def row_of(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
+    """One request's line. common: method, rejection, K, lossless: what is the same for the whole run."""
+    stats = request.stats
+    assert stats is not None
+    metrics = request_metrics(stats)
+    text = request.text
+    if text is None:
+        text = tokenizer.decode(request.output_token_ids, skip_special_tokens=request.params.skip_special_tokens)
+    return {
+        "id": request_id(task, turn),
+        "prompt_id": task.id,
+        "turn": turn,
+        "category": task.category,
+        **common,
+        "sampling": request.params.model_dump(),
+        "seed": request.seed,
+        "num_prompt_tokens": len(request.prompt_token_ids),
+        "finish_reason": request.finish_reason,
+        "stop_reason": request.stop_reason,
+        "output_token_ids": request.output_token_ids,
+        "text": text,
+        **metrics,
+        **{key: getattr(stats, key) for key in _LISTS},
+        **{key: getattr(stats, key) for key in _TIMES},
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Where a number was measured."""
+    import transformers
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "specdec": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "processor": _cpu_model() or device,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_model() -> str | None:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return None
+    lines = [line for line in path.read_text().splitlines() if line.startswith("model name")]
+    return lines[0].partition(":")[2].strip() if lines else None
+
+
+def to_wandb(logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]) -> str:
+    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
+    import wandb
+
+    mode = logger["mode"] or ("online" if _has_wandb_key() else "offline")
+    run = wandb.init(
+        project=logger["project"],
+        entity=logger["entity"],
+        name=cfg["name"],
+        tags=logger["tags"],
+        config=cfg,
+        dir=cfg["out_dir"],
+        mode=mode,
+        settings=wandb.Settings(silent=True),
+    )
+    columns = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
+    table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
+    images = {path.stem: wandb.Image(str(path)) for path in plots}
+    run.log({"requests": table, **images})
+    for key, value in summary["overall"].items():
+        if isinstance(value, int | float | str | None):
+            run.summary[key] = value
+    run.summary["by_category"] = {name: numbers for name, numbers in summary["categories"].items()}
+    run.finish()
+    return f"{mode}, {run.dir}"
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path.home() / ".netrc"
+    return netrc.exists() and "wandb" in netrc.read_text()
