@@ -34,6 +34,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
+    track.refuse_taken(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])

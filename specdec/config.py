@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specdec.core import nearest
 
@@ -77,10 +77,13 @@ def _check(config_name: str, arguments: list[str]) -> None:
                 raise ValueError(f"{override.key_or_group}={choice}: no such choice; {nearest(choice, choices)}")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         known: set[str] = set()
+        defaults: dict[str, Any] = {}
         # a sweep over groups may give keys to some of its jobs only
         for first in range(max([len(_choices(override)) for override in groups], default=1)):
             picked = [f"{o.key_or_group}={_choices(o)[min(first, len(_choices(o)) - 1)]}" for o in groups]
-            known |= _keys(compose(config_name, picked))
+            composed = compose(config_name, picked)
+            known |= _keys(composed)
+            defaults |= {key: OmegaConf.select(composed, key, throw_on_missing=False) for key in known}
     for override in overrides:
         key = override.key_or_group
         if override in groups or key.startswith("hydra") or override.input_line.startswith(("+", "~")):
@@ -88,6 +91,18 @@ def _check(config_name: str, arguments: list[str]) -> None:
         opened = any(part in _OPEN for part in key.split(".")[:-1])
         if key not in known and not opened:
             raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
+        if not override.is_sweep_override():
+            _check_type(key, override.value(), defaults.get(key))
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    """A number where the default is a number, and so on. A default of null says nothing, and an interpolation may be anything."""
+    kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
+    wanted = kinds.get(type(default))
+    if wanted is None or isinstance(value, str) and value.startswith("${"):
+        return
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        raise ValueError(f"{key}={value!r} must be {'true or false' if bool in wanted else 'a number'}, like its default {default}")
 
 
 def _choices(override: Override) -> list[str]:
@@ -133,6 +148,9 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
             assert isinstance(plain, dict)
             _own_directory(plain)
             run(plain)
+        except MissingMandatoryValue as error:
+            key = re.search(r"full_key: (\S+)", str(error))
+            fail(f"{key[1]} is missing; give {key[1]}=..." if key else error)
         except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
             fail(error)
         except KeyboardInterrupt:

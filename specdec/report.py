@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +235,56 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Directory -> the least of its path that tells it from the others."""
+    names = list(names)
+    for parts in range(1, 10):
+        short = {name: "/".join(Path(name).parts[-parts:]) for name in names}
+        if len(set(short.values())) == len(names):
+            return short
+    return {name: name for name in names}
+
+
+def bench_tables(results: dict[str, Any]) -> list[Table]:
+    """The benchmark's three tables."""
+    machine = results["environment"]
+    where = f"{machine['processor']}, torch {machine['torch']}, transformers {machine['transformers']}"
+    speed = Table(title=f"tokens/s, batch 1, prefill included ({where})", title_justify="left", header_style="bold")
+    for name in ("dtype", "threads", "ours", "tokens/s", "theirs", "tokens/s ", "ratio (median)", "ratio (pooled)"):
+        speed.add_column(name, justify="left" if name in ("dtype", "ours", "theirs") else "right")
+    for line in results["speed"]:
+        speed.add_row(
+            line["dtype"],
+            str(line["threads"]),
+            line["ours"],
+            _number(line["ours_tokens_per_s"], 1),
+            line["theirs"],
+            _number(line["theirs_tokens_per_s"], 1),
+            _number(line["ratio"]),
+            _number(line["pooled_ratio"]),
+        )
+    batch = Table(title="batches, and time outside forwards", title_justify="left", header_style="bold")
+    for name in ("dtype", "threads", "method", "batch size", "tokens/s", "outside forwards"):
+        batch.add_column(name, justify="left" if name in ("dtype", "method") else "right")
+    for line in results["batch"]:
+        batch.add_row(
+            line["dtype"],
+            str(line["threads"]),
+            line["method"],
+            str(line["batch_size"]),
+            _number(line["tokens_per_s"], 1),
+            _number(100 * line["outside_forwards"], 1, " %"),
+        )
+    trie = Table(title="suffix trie, one thread", title_justify="left", header_style="bold")
+    for name in ("cached tokens", "update, us/token", "propose, us", "bytes/token"):
+        trie.add_column(name, justify="right")
+    for line in results["suffix"]:
+        trie.add_row(
+            f"{line['cached_tokens']:,}",
+            _number(line["update_us"], 1),
+            _number(line["propose_us"], 1),
+            _number(line["bytes_per_token"], 0),
+        )
+    return [speed, batch, trie]

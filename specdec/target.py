@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from specdec import hub, linear
 from specdec.core import nearest
 from specdec.kv import SlotCache, Window, slot_attention
 
 AttentionInterface.register("specdec", slot_attention)
+transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

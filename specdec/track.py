@@ -19,8 +19,20 @@ from specdec.core import Request
 from specdec.stats import RequestStats, request_metrics
 from specdec.tasks import Task, request_id
 
+MARKER = "run.json"
 _LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "batch_size")
 _TIMES = ("time_to_first_token_s", "prefill_s", "decode_s")
+
+
+def refuse_taken(out_dir: Path, resume: bool) -> None:
+    """Raise ValueError if the directory holds a run and resume is false, or holds none and resume is true."""
+    taken = (out_dir / MARKER).exists()
+    if taken and not resume:
+        raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir=, or resume=true to go on with it")
+    if resume and not taken:
+        raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ValueError(f"out_dir={out_dir} is a file; give a directory")
 
 
 def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
@@ -28,12 +40,9 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
 
     Raises ValueError if it holds a run and resume is false, if there is nothing to resume, or if what is resumed is another run.
     """
-    marker = out_dir / "run.json"
-    if marker.exists() and not resume:
-        raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir=, or resume=true to go on with it")
+    refuse_taken(out_dir, resume)
+    marker = out_dir / MARKER
     if resume:
-        if not marker.exists():
-            raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
         before = json.loads(marker.read_text())
         changed = sorted(key for key in {*before, *identity} if before.get(key) != json.loads(json.dumps(identity)).get(key))
         if changed:
@@ -42,8 +51,6 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
                 f"resume=true, but {key} was {before.get(key)!r} and is {identity.get(key)!r}; use the same settings or another out_dir="
             )
         return
-    if out_dir.exists() and not out_dir.is_dir():
-        raise ValueError(f"out_dir={out_dir} is a file; give a directory")
     out_dir.mkdir(parents=True, exist_ok=True)
     write_json(marker, identity)
 

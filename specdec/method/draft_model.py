@@ -18,7 +18,7 @@ PREFILL_CHUNK = 512
 
 
 class DraftModel:
-    """Settings as in vLLM: `model` is a directory, a hub id or an embedded name; `draft_sample_method` is `greedy` (argmax, also
+    """Settings as in vLLM: `model` is a directory, a hub id, an embedded name, or a loaded model; `draft_sample_method` is `greedy` (argmax, also
     at temperature > 0: the law of the draft is one-hot) or `probabilistic` (drawn at the request's temperature, the law recorded);
     `max_model_len` limits the drafter's own context, beyond which a row is not drafted for."""
 
@@ -28,7 +28,7 @@ class DraftModel:
     def __init__(
         self,
         target: CausalLM,
-        model: str,
+        model: str | CausalLM,
         num_speculative_tokens: int,
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
@@ -40,16 +40,15 @@ class DraftModel:
             )
         if draft_sample_method not in ("greedy", "probabilistic"):
             raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
-        same = hub.resolve(model, revision) == target.path
-        self.model = target if same else CausalLM(model, target.dtype, str(target.device), revision)
+        self.model = model if isinstance(model, CausalLM) else _load(target, model, revision)
         if self.model.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the draft model {model} has a vocabulary of {self.model.vocab_size}, the target {target.name} one of "
+                f"the draft model {self.model.name} has a vocabulary of {self.model.vocab_size}, the target {target.name} one of "
                 f"{target.vocab_size}; they must be equal"
             )
         if max_model_len is not None and not 1 <= max_model_len <= self.model.max_model_len:
             raise ValueError(
-                f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, which {model} can do"
+                f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, which {self.model.name} can do"
             )
         self.max_model_len = max_model_len or self.model.max_model_len
         self.num_speculative_tokens = num_speculative_tokens
@@ -117,3 +116,10 @@ class DraftModel:
         if len(rows) == len(start_R):
             return logits_RV
         return logits_RV[torch.from_numpy(rows).to(logits_RV.device, non_blocking=True)]
+
+
+def _load(target: CausalLM, name: str, revision: str | None) -> CausalLM:
+    """The drafter's weights; the target's own, if it is to draft for itself."""
+    if hub.resolve(name, revision) == target.path:
+        return target
+    return CausalLM(name, target.dtype, str(target.device), revision)

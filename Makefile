@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes its own virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
+export HYDRA_FULL_ERROR ?= 0
+
+.PHONY: help demo test lint prove bench gpu gpu-wheels
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+# constraints.txt says which versions CI runs; torch comes first, so that nothing else chooses a build of it
+$(VENV)/.done: pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade "pip>=24"
+	$(RUN) -m pip install --quiet -c constraints.txt torch
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+## make demo        decode real prompts with n-gram, suffix and draft-model speculation on the embedded model, and compare
+demo: $(VENV)/.done
+	$(RUN) eval/run.py -m method=ngram,suffix,draft_model limit=18 sampling.max_tokens=64 out_dir=$(OUT)
+	$(RUN) eval/compare.py $(OUT)/*/ --out $(OUT)
+
+## make test        lint, types and tests
+test: $(VENV)/.done lint
+	$(RUN) -m pytest -m "not prove"
+
+lint: $(VENV)/.done
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+## make prove       the full proof: every method, scheme and batch size on real prompts, and the long statistical tests
+prove: $(VENV)/.done
+	$(RUN) eval/prove.py
+	$(RUN) -m pytest -m prove
+
+## make bench       our engine against Hugging Face's, on this machine
+bench: $(VENV)/.done
+	$(RUN) eval/bench.py out_dir=outputs/bench-$(shell date +%Y%m%d-%H%M%S)
+
+## make gpu-wheels  gather what a CUDA machine without a network lacks, into wheels/ (run this where there is a network)
+gpu-wheels: $(VENV)/.done
+	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
+		-d wheels -c constraints.txt hydra-core omegaconf pydantic pydantic-core annotated-types typing-inspection \
+		antlr4-python3-runtime
+	@du -sh wheels
+
+## make gpu         proofs and speed on a CUDA machine; needs no network (wheels/ from make gpu-wheels), under 8 minutes
+gpu:
+	@if [ -d wheels ]; then $(PYTHON) -m pip install --quiet --no-index --no-deps --target wheels/site --upgrade wheels/*.whl; fi
+	PYTHONPATH=wheels/site:. $(PYTHON) eval/gpu.py

@@ -1,0 +1,111 @@
+"""How fast is the loop? Our engine against Hugging Face's `generate`, prompt lookup and assisted generation.
+
+    python eval/bench.py
+    python eval/bench.py limit=24 threads=[1,2] dtypes=[bfloat16]
+
+Prints tokens/s of each, the ratio ours/theirs (median over prompts; prefill included on both sides), the share of time that the
+engine spends outside forwards, and the cost of the suffix trie. Writes out_dir/bench.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from specdec import bench, method, rejection, report, tasks, track
+    from specdec.core import Request, SamplingParams
+    from specdec.engine import Engine
+    from specdec.method import suffix
+    from specdec.target import CausalLM
+
+    out_dir, model, k = Path(cfg["out_dir"]), cfg["model"], cfg["num_speculative_tokens"]
+    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
+    track.claim(out_dir, cfg["resume"], {"bench": cfg["name"]})
+    config.save(cfg, out_dir / "config.yaml")
+    results: dict[str, Any] = {"environment": track.environment(), "speed": [], "batch": [], "suffix": []}
+
+    for dtype in cfg["dtypes"]:
+        target = CausalLM(config.model_name(model), dtype, model["device"], model["revision"])
+        theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).to(target.device).eval()
+        draft_name = cfg["draft_model"] or str(target.path)
+        draft_path = CausalLM(draft_name, dtype, model["device"]).path if cfg["draft_model"] else target.path
+        assistant = AutoModelForCausalLM.from_pretrained(draft_path, dtype=target.dtype).to(target.device).eval()
+        assistant.generation_config.update(
+            num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        )
+        prompts = [tasks.prompt_ids(target.tokenizer, [task.turns[0]], []) for task in chosen]
+
+        def engine(name: str, rows: int = 1, target: CausalLM = target, **settings: Any) -> Engine:
+            return Engine(target, method.build(name, target, **settings), rejection.build("standard"), rows)
+
+        def hf(target: Any = theirs, **options: Any) -> Any:
+            return bench.hugging_face(target, cfg["max_tokens"], **options)
+
+        same_rule = {"num_speculative_tokens": k, "prompt_lookup_min": 1, "prompt_lookup_max": cfg["max_matching_ngram_size"]}
+        ngram_default = {key: value for key, value in config.read(config.CONF / "method/ngram.yaml").items() if key != "name"}
+        own = {
+            "none": engine("none"),
+            f"ngram K={k} n<={cfg['max_matching_ngram_size']}": engine("ngram", **same_rule),
+            "ngram, our default": engine("ngram", **ngram_default),
+            "suffix, our default": engine("suffix"),
+            f"draft_model K={k}": engine("draft_model", model=draft_name, num_speculative_tokens=k),
+        }
+        rivals = {
+            "HF generate": hf(),
+            f"HF prompt lookup K={k} n<={cfg['max_matching_ngram_size']}": hf(
+                prompt_lookup_num_tokens=k, max_matching_ngram_size=cfg["max_matching_ngram_size"]
+            ),
+            "HF prompt lookup, its default": hf(prompt_lookup_num_tokens=10),
+            f"HF assisted K={k}": hf(assistant_model=assistant),
+        }
+        names, rival_names = list(own), list(rivals)
+        pairs = list(zip(names, [*rival_names[:3], rival_names[2], rival_names[3]], strict=True))
+        for threads in cfg["threads"]:
+            torch.set_num_threads(threads)
+            contenders = rivals | {name: bench.ours(e, cfg["max_tokens"]) for name, e in own.items()}
+            timings = bench.side_by_side(contenders, prompts)
+            for name, rival in pairs:
+                results["speed"].append(
+                    {
+                        "dtype": dtype,
+                        "threads": threads,
+                        "ours": name,
+                        "theirs": rival,
+                        "ours_tokens_per_s": timings[name].tokens_per_s,
+                        "theirs_tokens_per_s": timings[rival].tokens_per_s,
+                        "ratio": bench.median_ratio(timings[name], timings[rival]),
+                        "pooled_ratio": timings[name].tokens_per_s / timings[rival].tokens_per_s,
+                    }
+                )
+            for name, settings in (("none", {}), ("ngram", ngram_default), ("draft_model", {"model": draft_name, "num_speculative_tokens": k})):
+                for rows in cfg["batch_sizes"]:
+                    params = SamplingParams(temperature=0, max_tokens=cfg["max_tokens"])
+                    requests = [Request(str(i), ids, params) for i, ids in enumerate(prompts)]
+                    outside, speed = bench.share_outside_forwards(engine(name, rows, **settings), requests)
+                    line = {"dtype": dtype, "threads": threads, "method": name, "batch_size": rows}
+                    results["batch"].append(line | {"tokens_per_s": speed, "outside_forwards": outside})
+    torch.set_num_threads(1)
+    for count in cfg["suffix_tokens"]:
+        results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
+
+    track.write_json(out_dir / "bench.json", results)
+    report.show(*report.bench_tables(results), f"written to {out_dir}")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("bench")
+    main()

@@ -1,0 +1,66 @@
+"""Several runs of eval/run.py in one table and one plot.
+
+    python eval/compare.py outputs/demo-llama-ngram-standard outputs/demo-llama-suffix-standard
+    python eval/compare.py outputs/sweep/* --out outputs/sweep --anyway
+
+Refuses to compare runs whose target, prompts, sampling or rejection differ, unless told `--anyway`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from specdec import report
+from specdec.config import fail
+
+MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
+SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
+    parser.add_argument("--out", type=Path, default=Path("outputs"), help="where compare.png goes (default: outputs)")
+    parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")
+    arguments = parser.parse_args()
+    try:
+        compare(arguments.directory, arguments.out, arguments.anyway)
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+def compare(directories: list[Path], out: Path, anyway: bool) -> None:
+    runs = {str(path): read(path) for path in directories}
+    if len(runs) < 2:
+        raise ValueError(f"only {directories[0]} to compare; give two or more different directories")
+    (first, reference), *others = runs.items()
+    for name, summary in others:
+        for key in MUST_AGREE:
+            if summary[key] != reference[key]:
+                what = f"{first} has {key}={reference[key]!r} and {name} has {summary[key]!r}"
+                if not anyway:
+                    raise ValueError(f"{what}; such runs do not compare, unless you say --anyway")
+                report.show(f"warning: {what}")
+        for key in SPEED_DEPENDS_ON:
+            if summary[key] != reference[key]:
+                report.show(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
+        if summary["environment"] != reference["environment"]:
+            report.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
+    short = report.short_names(runs)
+    labelled = {short[name]: summary for name, summary in runs.items()}
+    report.show(report.compare_table(labelled))
+    out.mkdir(parents=True, exist_ok=True)
+    report.show(f"plot: {report.plot_compare(labelled, out / 'compare.png')}")
+
+
+def read(directory: Path) -> dict:
+    path = directory / "summary.json"
+    if not path.exists():
+        raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
+    return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

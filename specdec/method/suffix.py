@@ -1,0 +1,911 @@
+"""Suffix decoding: draft what followed the last tokens before, in this request or in earlier responses.
+
+Paper: SuffixDecoding, arXiv 2411.04975. Settings, defaults and limits are those of vLLM's method `suffix`.
+`ReferenceTree` states the rules, plainly; `SuffixTree` gives the same drafts and probabilities, fast.
+
+How the fast tree works. Each position of a sequence starts a suffix of at most `depth` tokens. The tree is
+the trie of all suffixes, with counts, its unary paths folded: a node is a label of one or more tokens with
+one count, read from the pool in which each sequence is one segment. So a position costs two nodes at most.
+- A suffix that falls off the trie becomes a leaf, whose label runs on to the depth limit through tokens that
+  may be yet to come (-1 in the pool). When its sequence grows, nothing has to be done for it.
+- A suffix that agrees with others so far ends at a node of its own, which *slides* down a token per append,
+  in place, until it deviates, or comes to the end of the label below: then the two nodes merge.
+- A node lists the suffixes that end at it (`ends`, `link_P`). So removing a suffix is a walk up from its end,
+  and a label that was read from it is read from another one: no label depends on a sequence that is gone.
+- Children with siblings are in one hash table by (parent, token); an only child, the common case, is not.
+
+Shape suffixes beside those of `core.py`: X nodes (rows of their array), H slots of the hash table, P pool
+positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from specdec.core import Context, Draft, Request, SamplingParams, Silent, ragged
+
+NONE = -1  # no node, no position, or no token yet
+STALE = -2  # in `best`: a count went down, look again
+ROOT = 0
+
+Array = np.ndarray
+Speculation = tuple[Array, Array, float, int]  # tokens, probabilities, score, match length
+
+
+class ReferenceTree:
+    """What suffix decoding computes; `SuffixTree` is the fast one, with the same methods.
+
+    A trie of all suffixes, cut at `depth` tokens; a node counts the suffixes that pass through or end there.
+    """
+
+    @dataclass
+    class Node:
+        count: int = 0
+        stamp: int = 0  # when the count last rose
+        children: dict[int, ReferenceTree.Node] = field(default_factory=dict)
+
+        def best(self) -> tuple[int, ReferenceTree.Node]:
+            """Token and node of the highest count. Ties: the one that rose last, or if it is 1, first."""
+
+            def rank(item: tuple[int, ReferenceTree.Node]) -> tuple[int, int]:
+                node = item[1]
+                return node.count, node.stamp if node.count > 1 else -node.stamp
+
+            return max(self.children.items(), key=rank)
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.root = self.Node()
+        self.sequences: dict[Hashable, list[int]] = {}
+        self.clock = 0
+
+    def start(self, key: Hashable, capacity: int = 0) -> None:
+        self.sequences[key] = []
+
+    def extend(self, key: Hashable, tokens: Sequence[int]) -> None:
+        sequence = self.sequences[key]
+        for token in tokens:
+            sequence.append(int(token))
+            self.clock += 1
+            for start in range(max(0, len(sequence) - self.depth), len(sequence)):
+                parent = self.find(sequence[start:-1])
+                assert parent is not None
+                node = parent.children.setdefault(sequence[-1], self.Node())
+                node.count += 1
+                node.stamp = self.clock
+
+    def finish(self, key: Hashable) -> None:
+        pass
+
+    def remove(self, key: Hashable) -> None:
+        sequence = self.sequences.pop(key)
+        for start in range(len(sequence)):
+            parent = self.root
+            for token in sequence[start : start + self.depth]:
+                node = parent.children[token]
+                node.count -= 1
+                if node.count == 0:  # so only this suffix went on from here
+                    del parent.children[token]
+                    break
+                parent = node
+
+    def find(self, pattern: Sequence[int]) -> ReferenceTree.Node | None:
+        node: ReferenceTree.Node | None = self.root
+        for token in pattern:
+            node = node.children.get(int(token)) if node else None
+        return node
+
+    def speculate(
+        self,
+        context: Sequence[int],
+        max_spec_tokens: int,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+    ) -> Speculation:
+        best: Speculation = np.zeros(0, np.int64), np.zeros(0), 0.0, 0
+        for match_len in range(1, min(self.depth, len(context))):
+            node = self.find(context[len(context) - match_len :])
+            if node is None:
+                break
+            budget = int(min(max_spec_tokens, match_len * max_spec_factor + max_spec_offset + 1e-6))
+            tokens: list[int] = []
+            probs: list[float] = []
+            prob = 1.0
+            while len(tokens) < budget and node.children:
+                token, child = node.best()
+                prob *= child.count / node.count
+                if prob < min_token_prob:
+                    break
+                tokens.append(token)
+                probs.append(prob)
+                node = child
+            if tokens and sum(probs) >= best[2]:
+                best = np.array(tokens), np.array(probs), sum(probs), match_len
+        return best
+
+
+# The fast tree: records and kernels. A node's `depth` is the number of tokens from the root to the end of its
+# label, and `ref` is where one of its suffixes has the label's first token. So the label is
+# `token_P[ref : ref + depth - the parent's depth]`, up to the first -1. Siblings are a list (`first`, `next`,
+# `prev`), and so are the suffixes that end at a node (`ends`, and `next` and `prev` of their links).
+
+NODE_FIELDS = ["parent", "token", "count", "stamp", "depth", "ref", "first", "next", "prev", "best", "ends"]
+NODE = np.dtype([(name, np.int32) for name in NODE_FIELDS])
+LINK = np.dtype([(name, np.int32) for name in ["locus", "next", "prev"]])
+# the tally: tokens appended so far, rows ever used, first freed row, rows in use, nodes in the hash table
+CLOCK, ROWS, FREE, LIVE, HASHED = range(5)
+
+
+class Trie(NamedTuple):
+    """The arrays of one tree.
+
+    Kernels take them one by one: given the tuple, numba counts references at every call, five times slower.
+    """
+
+    node_X: Array
+    slot_H: Array
+    token_P: Array
+    link_P: Array
+    tally: Array
+
+
+@njit(cache=True)
+def _home(parent: int, token: int, size: int) -> int:
+    """The slot where the search for (parent, token) begins."""
+    key = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xD6E8FEB86659FD93)
+    key = (key ^ (key >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return int(np.int64(((key >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)))
+
+
+@njit(cache=True)
+def _child(node_X: Array, slot_H: Array, parent: int, token: int) -> int:
+    first = node_X[parent].first
+    if first == NONE or node_X[first].next == NONE:
+        return first if first != NONE and node_X[first].token == token else NONE
+    at = _home(parent, token, len(slot_H))
+    while slot_H[at] != NONE:
+        child = slot_H[at]
+        if node_X[child].token == token and node_X[child].parent == parent:
+            return child
+        at += 1
+        if at == len(slot_H):
+            at = 0
+    return NONE
+
+
+@njit(cache=True)
+def _slot_of(node_X: Array, slot_H: Array, child: int) -> int:
+    at = _home(node_X[child].parent, node_X[child].token, len(slot_H))
+    while slot_H[at] != child and slot_H[at] != NONE:
+        at += 1
+        if at == len(slot_H):
+            at = 0
+    return at
+
+
+@njit(cache=True)
+def _enter(node_X: Array, slot_H: Array, tally: Array, child: int) -> None:
+    slot_H[_slot_of(node_X, slot_H, child)] = child
+    tally[HASHED] += 1
+
+
+@njit(cache=True)
+def _leave(node_X: Array, slot_H: Array, tally: Array, child: int) -> None:
+    """Empty the child's slot and shift back those behind it that were pushed past it."""
+    size = len(slot_H)
+    hole = at = _slot_of(node_X, slot_H, child)
+    while True:
+        at = (at + 1) % size
+        other = slot_H[at]
+        if other == NONE:
+            break
+        home = _home(node_X[other].parent, node_X[other].token, size)
+        if (at - home) % size >= (at - hole) % size:
+            slot_H[hole] = other
+            hole = at
+    slot_H[hole] = NONE
+    tally[HASHED] -= 1
+
+
+@njit(cache=True)
+def _new(node_X: Array, tally: Array, token: int, count: int, depth: int, ref: int) -> int:
+    if tally[FREE] != NONE:
+        v = tally[FREE]
+        tally[FREE] = node_X[v].next
+    else:
+        v = tally[ROWS]
+        tally[ROWS] += 1
+    tally[LIVE] += 1
+    row = node_X[v]
+    row.token, row.count, row.depth, row.ref, row.stamp = token, count, depth, ref, tally[CLOCK]
+    row.first = row.best = row.ends = NONE
+    return v
+
+
+@njit(cache=True)
+def _free(node_X: Array, tally: Array, v: int) -> None:
+    node_X[v].next = tally[FREE]
+    tally[FREE] = v
+    tally[LIVE] -= 1
+
+
+@njit(cache=True)
+def _adopt(node_X: Array, slot_H: Array, tally: Array, parent: int, child: int) -> None:
+    first = node_X[parent].first
+    node_X[child].parent = parent
+    if first != NONE:
+        if node_X[first].next == NONE:
+            _enter(node_X, slot_H, tally, first)
+        _enter(node_X, slot_H, tally, child)
+        node_X[first].prev = child
+    node_X[child].next = first
+    node_X[child].prev = NONE
+    node_X[parent].first = child
+
+
+@njit(cache=True)
+def _disown(node_X: Array, slot_H: Array, tally: Array, child: int) -> None:
+    parent, after, before = node_X[child].parent, node_X[child].next, node_X[child].prev
+    if after != NONE or before != NONE:
+        _leave(node_X, slot_H, tally, child)
+    if after != NONE:
+        node_X[after].prev = before
+    if before != NONE:
+        node_X[before].next = after
+    else:
+        node_X[parent].first = after
+    first = node_X[parent].first
+    if first != NONE and node_X[first].next == NONE:
+        _leave(node_X, slot_H, tally, first)
+    if first == NONE:
+        node_X[parent].best = NONE
+    elif node_X[parent].best == child:
+        node_X[parent].best = STALE
+
+
+@njit(cache=True)
+def _replace(node_X: Array, slot_H: Array, old: int, new: int) -> None:
+    """Put `new`, whose label begins with the same token, where `old` is among its parent's children."""
+    parent, after, before = node_X[old].parent, node_X[old].next, node_X[old].prev
+    if after != NONE or before != NONE:
+        slot_H[_slot_of(node_X, slot_H, old)] = new
+    if after != NONE:
+        node_X[after].prev = new
+    if before != NONE:
+        node_X[before].next = new
+    else:
+        node_X[parent].first = new
+    if node_X[parent].best == old:
+        node_X[parent].best = new
+    node_X[new].parent, node_X[new].next, node_X[new].prev = parent, after, before
+    node_X[new].token, node_X[new].stamp = node_X[old].token, node_X[old].stamp
+
+
+@njit(cache=True)
+def _rose(node_X: Array, tally: Array, child: int) -> None:
+    """The child's count went up just now; is it its parent's best? Ties as in `ReferenceTree.Node.best`."""
+    parent, count = node_X[child].parent, node_X[child].count
+    node_X[child].stamp = tally[CLOCK]
+    best = node_X[parent].best
+    if best == NONE or (best != STALE and count >= max(2, node_X[best].count)):
+        node_X[parent].best = child
+
+
+@njit(cache=True)
+def _best(node_X: Array, parent: int) -> int:
+    if node_X[parent].best == STALE:
+        best = child = node_X[parent].first
+        while child != NONE:
+            lead = node_X[child].count - node_X[best].count
+            later = node_X[child].stamp > node_X[best].stamp
+            if lead > 0 or (lead == 0 and later == (node_X[child].count > 1)):
+                best = child
+            child = node_X[child].next
+        node_X[parent].best = best
+    return node_X[parent].best
+
+
+@njit(cache=True)
+def _settle(node_X: Array, link_P: Array, start: int, v: int) -> None:
+    """The suffix that begins at `start` ends at node v for now."""
+    head = node_X[v].ends
+    link_P[start].locus, link_P[start].next, link_P[start].prev = v, head, NONE
+    if head != NONE:
+        link_P[head].prev = start
+    node_X[v].ends = start
+
+
+@njit(cache=True)
+def _unsettle(node_X: Array, link_P: Array, start: int) -> None:
+    after, before = link_P[start].next, link_P[start].prev
+    if after != NONE:
+        link_P[after].prev = before
+    if before != NONE:
+        link_P[before].next = after
+    else:
+        node_X[link_P[start].locus].ends = after
+
+
+@njit(cache=True)
+def _merge(node_X: Array, slot_H: Array, tally: Array, v: int) -> None:
+    """Fold v, where no suffix ends any more, into its only child, whose label grows upwards."""
+    child = node_X[v].first
+    node_X[child].ref -= node_X[v].depth - node_X[node_X[v].parent].depth
+    node_X[child].count = node_X[v].count
+    _replace(node_X, slot_H, v, child)
+    _free(node_X, tally, v)
+
+
+@njit(cache=True)
+def _step(
+    node_X: Array,
+    slot_H: Array,
+    token_P: Array,
+    link_P: Array,
+    tally: Array,
+    depth: int,
+    start: int,
+    at: int,
+) -> None:
+    """Lead the suffix that begins at `start` on to position `at`, the newest of its sequence."""
+    token = token_P[at]
+    v = ROOT
+    if start < at:
+        v = link_P[start].locus
+        first = node_X[v].first
+        if node_X[v].ends == start and link_P[start].next == NONE:  # no other suffix ends here
+            if first == NONE:  # nor comes here: an open leaf, as others were removed
+                node_X[v].depth = depth
+                return
+            if node_X[first].next == NONE and node_X[first].token == token:  # all go there: slide
+                node_X[v].depth += 1
+                node_X[first].ref += 1
+                ahead = token_P[node_X[first].ref] if node_X[v].depth < node_X[first].depth else NONE
+                node_X[first].token = ahead
+                if ahead == NONE:  # v took all there is of the label
+                    node_X[first].depth = node_X[v].depth
+                    _settle(node_X, link_P, start, first)
+                    _merge(node_X, slot_H, tally, v)
+                return
+        _unsettle(node_X, link_P, start)
+    child = _child(node_X, slot_H, v, token)
+    if child == NONE:
+        child = _new(node_X, tally, token, 1, depth, at)
+        _adopt(node_X, slot_H, tally, v, child)
+    else:
+        end = node_X[v].depth + 1
+        ahead = token_P[node_X[child].ref + 1] if end < node_X[child].depth else NONE
+        if ahead == NONE:
+            node_X[child].depth = end  # if the label was open, it no longer is
+            node_X[child].count += 1
+        else:  # the label's first token becomes a node above the rest
+            rest = child
+            child = _new(node_X, tally, token, node_X[rest].count + 1, end, node_X[rest].ref)
+            _replace(node_X, slot_H, rest, child)
+            node_X[rest].ref += 1
+            node_X[rest].token = ahead
+            _adopt(node_X, slot_H, tally, child, rest)
+            node_X[child].best = rest
+    _settle(node_X, link_P, start, child)
+    _rose(node_X, tally, child)
+
+
+@njit(cache=True)
+def _extend(
+    node_X: Array,
+    slot_H: Array,
+    token_P: Array,
+    link_P: Array,
+    tally: Array,
+    depth: int,
+    base: int,
+    length: int,
+    tokens: Array,
+) -> None:
+    for at in range(base + length, base + length + len(tokens)):
+        token_P[at] = tokens[at - base - length]
+        tally[CLOCK] += 1
+        for start in range(max(base, at - depth + 1), at + 1):
+            # a node that is deeper than its suffix is an open leaf: its label takes in the token by itself
+            if start == at or node_X[link_P[start].locus].depth == at - start:
+                _step(node_X, slot_H, token_P, link_P, tally, depth, start, at)
+
+
+@njit(cache=True)
+def _remove(
+    node_X: Array,
+    slot_H: Array,
+    token_P: Array,
+    link_P: Array,
+    tally: Array,
+    base: int,
+    length: int,
+) -> None:
+    for start in range(base, base + length):
+        v = link_P[start].locus
+        _unsettle(node_X, link_P, start)
+        lowest = NONE  # the deepest node that stays
+        while v != ROOT:
+            parent = node_X[v].parent
+            node_X[v].count -= 1
+            if node_X[v].count == 0:
+                _disown(node_X, slot_H, tally, v)
+                _free(node_X, tally, v)
+            else:
+                if lowest == NONE:
+                    lowest = v
+                if node_X[parent].best == v:
+                    node_X[parent].best = STALE
+                if node_X[v].ref == start + node_X[parent].depth:  # read the label from another suffix
+                    if node_X[v].ends != NONE:
+                        node_X[v].ref = node_X[v].ends + node_X[parent].depth
+                    else:
+                        node_X[v].ref = node_X[node_X[v].first].ref - (node_X[v].depth - node_X[parent].depth)
+            v = parent
+        if lowest != NONE and node_X[lowest].ends == NONE and node_X[node_X[lowest].first].next == NONE:
+            _merge(node_X, slot_H, tally, lowest)
+
+
+@njit(cache=True)
+def _move(
+    node_X: Array,
+    slot_H: Array,
+    token_P: Array,
+    link_P: Array,
+    tally: Array,
+    base: int,
+    length: int,
+    target: int,
+) -> None:
+    """Give a sequence another place in the pool."""
+    for start in range(base, base + length):
+        moved = start - base + target
+        token_P[moved] = token_P[start]
+        link_P[moved] = link_P[start]
+        v, after, before = link_P[start].locus, link_P[start].next, link_P[start].prev
+        if after != NONE:
+            link_P[after].prev = moved
+        if before != NONE:
+            link_P[before].next = moved
+        else:
+            node_X[v].ends = moved
+        while v != ROOT:
+            if base <= node_X[v].ref < base + length:
+                node_X[v].ref += target - base
+            v = node_X[v].parent
+
+
+@njit(cache=True)
+def _rehash(node_X: Array, slot_H: Array, token_P: Array, link_P: Array, tally: Array, old_H: Array) -> None:
+    for child in old_H:
+        if child != NONE:
+            slot_H[_slot_of(node_X, slot_H, child)] = child
+
+
+@njit(cache=True)
+def _locate(node_X: Array, slot_H: Array, token_P: Array, context: Array, match: int) -> int:
+    """The node in whose label the last `match` tokens of the context end, or NONE."""
+    first = len(context) - match
+    v, seen = ROOT, 0
+    while seen < match:
+        v = _child(node_X, slot_H, v, context[first + seen])
+        if v == NONE:
+            return NONE
+        start = node_X[v].ref - seen
+        end = min(match, node_X[v].depth)
+        for i in range(seen + 1, end):
+            if token_P[start + i] != context[first + i]:
+                return NONE
+        seen = end
+    return v
+
+
+@njit(cache=True)
+def _speculate(
+    node_X: Array,
+    slot_H: Array,
+    token_P: Array,
+    link_P: Array,
+    tally: Array,
+    depth: int,
+    context: Array,
+    limit: int,
+    factor: float,
+    offset: float,
+    floor: float,
+    token_2K: Array,
+    prob_2K: Array,
+) -> tuple[int, int, float, int]:
+    """Put the best draft into one row of the two; returns which, and its length, score and match length."""
+    spare, length, score, match_len = 0, 0, 0.0, 0
+    for match in range(1, min(depth, len(context))):
+        v = _locate(node_X, slot_H, token_P, context, match)
+        if v == NONE:
+            break
+        budget = min(limit, match * factor + offset + 1e-6)
+        n, prob, total, token = 0, 1.0, 0.0, 0
+        while n + 1 <= budget:
+            if match + n < node_X[v].depth:
+                token = token_P[node_X[v].ref + match + n - node_X[node_X[v].parent].depth]
+            else:
+                child = _best(node_X, v)
+                token = node_X[child].token if child != NONE else NONE
+                if child != NONE:
+                    prob *= node_X[child].count / node_X[v].count
+                    v = child
+            if token == NONE or prob < floor:
+                break
+            token_2K[spare, n] = token
+            prob_2K[spare, n] = prob
+            total += prob
+            n += 1
+        if n and total >= score:
+            length, score, match_len = n, total, match
+            spare = 1 - spare
+        if n == 0 and token == NONE:  # nothing ever followed this match; a longer one is no different
+            break
+    return 1 - spare, length, score, match_len
+
+
+@dataclass(slots=True)
+class _Segment:
+    """`token_P[base : base + length]` is a sequence; it may grow to `capacity` and a -1 always follows."""
+
+    base: int
+    capacity: int
+    length: int = 0
+
+
+class SuffixTree:
+    """All suffixes of some sequences, up to `depth` tokens each, with counts: see the module's docstring.
+
+    A sequence is started, extended as its tokens come, finished (it stays, but without room to spare) and
+    removed. Tokens are 0 .. 2**31 - 1, and the tree holds up to 2**30 of them. After 2**31 appends ties are
+    broken wrongly for a while; nothing else suffers.
+    """
+
+    GROWTH = 1.5  # of full arrays
+    CHUNK = 4096  # tokens per kernel call, which bounds the room to be made for them
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        node_X, slot_H, link_P = np.zeros(64, NODE), np.zeros(64, np.int32), np.zeros(0, LINK)
+        self._trie = Trie(node_X, slot_H, np.zeros(0, np.int32), link_P, np.zeros(5, np.int64))
+        self._token_2K = np.zeros((2, depth), np.int64)
+        self._prob_2K = np.zeros((2, depth))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every sequence; keep the arrays."""
+        node_X, slot_H, token_P, _, tally = self._trie
+        slot_H.fill(NONE)
+        node_X[ROOT] = (NONE, NONE, 0, 0, 0, NONE, NONE, NONE, NONE, NONE, NONE)
+        tally[:] = (0, 1, NONE, 1, 0)
+        self._segments: dict[Hashable, _Segment] = {}
+        self._holes: list[tuple[int, int]] = []  # (start, size) of the pool's free stretches, in order
+        self._release(0, len(token_P))
+
+    def start(self, key: Hashable, capacity: int = 1024) -> None:
+        """Begin an empty sequence, with room for `capacity` tokens at first. ValueError: the key is taken."""
+        if key in self._segments:
+            raise ValueError(f"key={key!r} is in the tree already; remove it or take another one")
+        self._segments[key] = _Segment(self._allocate(capacity + 1), capacity)
+
+    def extend(self, key: Hashable, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append tokens to a sequence. KeyError: no such sequence."""
+        segment = self._segments[key]
+        tokens = np.array(tokens, dtype=np.int64)  # a copy: kernels are compiled for one kind of array
+        if segment.length + len(tokens) > segment.capacity:
+            self._resize(segment, max(2 * segment.capacity, segment.length + len(tokens)))
+        for i in range(0, len(tokens), self.CHUNK):
+            chunk = tokens[i : i + self.CHUNK]
+            self._make_room(2 * (len(chunk) + self.depth))  # a suffix makes at most two nodes
+            _extend(*self._trie, self.depth, segment.base, segment.length, chunk)
+            segment.length += len(chunk)
+
+    def finish(self, key: Hashable) -> None:
+        """Give back the room that the sequence did not use. KeyError: no such sequence."""
+        segment = self._segments[key]
+        fit = next((start for start, size in self._holes if size > segment.length), segment.base)
+        if fit < segment.base:  # move there, or what is too small for any capacity would never be used
+            self._resize(segment, segment.length)
+        else:
+            self._release(segment.base + segment.length + 1, segment.capacity - segment.length)
+            segment.capacity = segment.length
+
+    def remove(self, key: Hashable) -> None:
+        """Forget a sequence, finished or not. KeyError: no such sequence."""
+        segment = self._segments.pop(key)
+        _remove(*self._trie, segment.base, segment.length)
+        self._release(segment.base, segment.capacity + 1)
+
+    def speculate(
+        self,
+        context: Sequence[int] | np.ndarray,
+        max_spec_tokens: int,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+    ) -> Speculation:
+        """What may follow the context, of which the last `depth` tokens are looked at.
+
+        Tries every match length. A match of m tokens drafts at most `m * max_spec_factor + max_spec_offset`,
+        along the likeliest children, while the product of their shares is at least `min_token_prob`.
+
+        Returns (tokens, int64; their probabilities; score, the sum of these; match length) for the match with
+        the highest score, the longer one on ties; if nothing is drafted, no tokens, 0.0 and 0.
+        """
+        context = np.array(context[-self.depth :], dtype=np.int64)
+        row, length, score, match_len = _speculate(
+            *self._trie,
+            self.depth,
+            context,
+            int(max_spec_tokens),
+            float(max_spec_factor),
+            float(max_spec_offset),
+            float(min_token_prob),
+            self._token_2K,
+            self._prob_2K,
+        )
+        return self._token_2K[row, :length].copy(), self._prob_2K[row, :length].copy(), score, match_len
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(segment.length for segment in self._segments.values())
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in use, without the root."""
+        return int(self._trie.tally[LIVE]) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, room to grow included."""
+        return sum(array.nbytes for array in self._trie)
+
+    def _make_room(self, num_nodes: int) -> None:
+        """Let the kernels make that many nodes."""
+        tally = self._trie.tally
+        need = int(tally[LIVE]) + num_nodes
+        size = len(self._trie.node_X)
+        if need > size:
+            node_X = np.zeros(max(need, int(self.GROWTH * size)), NODE)
+            node_X[:size] = self._trie.node_X
+            self._trie = self._trie._replace(node_X=node_X)
+        need = 2 * (int(tally[HASHED]) + 2 * num_nodes)  # a second child brings the first into the table
+        old_H = self._trie.slot_H
+        if need > len(old_H):
+            slot_H = np.full(max(need, int(self.GROWTH * len(old_H))), NONE, np.int32)
+            self._trie = self._trie._replace(slot_H=slot_H)
+            _rehash(*self._trie, old_H)
+
+    def _resize(self, segment: _Segment, capacity: int) -> None:
+        base, old = self._allocate(capacity + 1), segment.base
+        _move(*self._trie, old, segment.length, base)
+        self._release(old, segment.capacity + 1)
+        segment.base, segment.capacity = base, capacity
+
+    def _allocate(self, size: int) -> int:
+        """The first hole that is large enough, filled with -1."""
+        for i, (start, room) in enumerate(self._holes):
+            if room >= size:
+                self._holes[i : i + 1] = [(start + size, room - size)] if room > size else []
+                self._trie.token_P[start : start + size] = NONE
+                return start
+        old = len(self._trie.token_P)
+        new = max(old + size, int(self.GROWTH * old))
+        token_P, link_P = np.zeros(new, np.int32), np.zeros(new, LINK)
+        token_P[:old], link_P[:old] = self._trie.token_P, self._trie.link_P
+        self._trie = self._trie._replace(token_P=token_P, link_P=link_P)
+        self._release(old, new - old)
+        return self._allocate(size)
+
+    def _release(self, start: int, size: int) -> None:
+        """Add a hole, joined with those that touch it."""
+        if not size:
+            return
+        i = bisect_left(self._holes, (start,))
+        if i < len(self._holes) and self._holes[i][0] == start + size:
+            size += self._holes.pop(i)[1]
+        before = self._holes[i - 1] if i else (0, -1)
+        if before[0] + before[1] == start:
+            self._holes[i - 1] = (before[0], before[1] + size)
+        else:
+            self._holes.insert(i, (start, size))
+
+
+@cache
+def warm_up() -> None:
+    """Run every kernel once, so that no measurement meets a compilation (seconds; then cached on disk)."""
+    tree = SuffixTree(4)
+    tree.start("a", capacity=1)
+    tree.extend("a", [1, 2, 3, 1, 2] * 40)
+    tree.finish("a")
+    tree.speculate([1, 2], 2)
+    tree.remove("a")
+
+
+@dataclass(slots=True)
+class _Row:
+    """A running request, its tree, its key in the tree of responses, and how many of its tokens were seen."""
+
+    request: Request
+    tree: SuffixTree
+    key: int
+    seen: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the response may have; a guess where there is no limit, for trees grow."""
+        return self.request.params.max_tokens or 1024
+
+
+class Suffix(Silent):
+    """Drafts from two suffix trees: of the request, prompt and output; of all responses, running ones too.
+
+    The better score wins, the request's own tree on ties. Drafts vary in length and may be empty; they are
+    deterministic (q is one-hot). ValueError: a setting is beyond its limit.
+
+    num_speculative_tokens: tokens per draft at most; None: the tree's depth.
+    suffix_decoding_max_tree_depth: tokens of match and draft together at most.
+    suffix_decoding_max_cached_requests: finished responses that stay, first in first out; 0: no such tree.
+    suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this.
+    suffix_decoding_min_token_prob: a draft ends where the product of its tokens' shares falls below this.
+    """
+
+    def __init__(
+        self,
+        num_speculative_tokens: int | None = None,
+        suffix_decoding_max_tree_depth: int = 24,
+        suffix_decoding_max_cached_requests: int = 10000,
+        suffix_decoding_max_spec_factor: float = 1.0,
+        suffix_decoding_min_token_prob: float = 0.1,
+    ) -> None:
+        depth, num_cached = suffix_decoding_max_tree_depth, suffix_decoding_max_cached_requests
+        factor, floor = suffix_decoding_max_spec_factor, suffix_decoding_min_token_prob
+        if num_speculative_tokens is not None and not num_speculative_tokens >= 1:
+            raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1; try 8, or None")
+        if not depth >= 1:
+            raise ValueError(f"suffix_decoding_max_tree_depth={depth} must be at least 1; the default is 24")
+        if not num_cached >= 0:
+            raise ValueError(f"suffix_decoding_max_cached_requests={num_cached} must be at least 0; 0 caches none")
+        if not factor >= 0:
+            raise ValueError(f"suffix_decoding_max_spec_factor={factor} must be at least 0; the default is 1.0")
+        if not 0 <= floor <= 1:
+            raise ValueError(f"suffix_decoding_min_token_prob={floor} must be in [0, 1]; the default is 0.1")
+        self.num_speculative_tokens = depth if num_speculative_tokens is None else num_speculative_tokens
+        self.depth, self.num_cached, self.factor, self.floor = depth, num_cached, factor, floor
+        self.responses = SuffixTree(depth) if num_cached else None
+        self._finished: deque[int] = deque()
+        self._rows: dict[int, _Row] = {}
+        self._spare: list[SuffixTree] = []  # trees of requests that ended, for those that begin
+        self._num_begun = 0
+        warm_up()
+
+    def begin(self, row: int, request: Request) -> None:
+        assert row not in self._rows
+        prompt, tree = request.prompt_token_ids, self._spare.pop() if self._spare else SuffixTree(self.depth)
+        self._num_begun += 1
+        state = self._rows[row] = _Row(request, tree, self._num_begun, len(prompt))
+        tree.start(0, len(prompt) + state.capacity)
+        tree.extend(0, prompt)
+        if self.responses is not None:
+            self.responses.start(state.key, state.capacity)
+
+    def end(self, row: int) -> None:
+        """Caches the response, with the tokens since the last `propose` if the engine has filled them in."""
+        state = self._rows.pop(row)
+        state.tree.reset()
+        self._spare.append(state.tree)
+        if self.responses is not None:
+            unseen = state.request.output_token_ids[state.seen - len(state.request.prompt_token_ids) :]
+            self.responses.extend(state.key, unseen)
+            self.responses.finish(state.key)
+            self._finished.append(state.key)
+            if len(self._finished) > self.num_cached:
+                self.responses.remove(self._finished.popleft())
+
+    def reset(self) -> None:
+        """Make the cache cold: forget all responses, of running requests what was seen of them so far."""
+        self._finished.clear()
+        if self.responses is not None:
+            self.responses.reset()
+            for state in self._rows.values():
+                self.responses.start(state.key, state.capacity)
+
+    def propose(self, context: Context) -> Draft:
+        drafts = []
+        for b, row in enumerate(context.rows.tolist()):
+            state, token_L = self._rows[row], context.tokens(b)
+            self._append(state, token_L[state.seen :])
+            limit = min(self.num_speculative_tokens, int(context.max_draft_B[b]))
+            drafts.append(self._speculate(state, token_L[-self.depth :], limit))
+        return ragged(drafts, context.last_token_B.device)
+
+    def _append(self, state: _Row, token_L: np.ndarray) -> None:
+        """All tokens after the prompt are the response's."""
+        state.tree.extend(0, token_L)
+        if self.responses is not None:
+            self.responses.extend(state.key, token_L)
+        state.seen += len(token_L)
+
+    def _speculate(self, state: _Row, token_L: np.ndarray, limit: int) -> np.ndarray:
+        settings = limit, self.factor, 0.0, self.floor
+        token_K, _, score, _ = state.tree.speculate(token_L, *settings)
+        if self.responses is not None:
+            other_K, _, other_score, _ = self.responses.speculate(token_L, *settings)
+            if other_score > score:
+                return other_K
+        return token_K
+
+
+def measure(num_cached_tokens: int, depth: int = 24, seed: int = 0, copies: int = 1) -> dict[str, float]:
+    """Time and memory of one running request beside a cache of that many tokens, in responses of 2,000.
+
+    The text is synthetic: an order-2 Markov chain over a Zipf vocabulary in which a tenth of the blocks of
+    100 tokens are quotations. With `copies=2` all responses are cached twice, and so on. The request has a
+    prompt of 1,000 tokens and 500 steps of one token each.
+
+    Returns medians in microseconds: `update_us` (one token, both trees), `propose_us` (a draft, both trees),
+    `fill_us` (per cached token, in bulk), `evict_us` (per removed token); and `bytes_per_token`, with the
+    room that the arrays have left.
+    """
+    text_BL = _text(-(-num_cached_tokens // (2000 * copies)) + 1, 2000, np.random.default_rng(seed))
+    proposer = Suffix(suffix_decoding_max_tree_depth=depth)
+    proposer.responses = responses = SuffixTree(depth)
+    seconds: dict[str, list[float]] = {"update_us": [], "propose_us": [], "fill_us": [], "evict_us": []}
+    cached_L = np.tile(text_BL[:-1].reshape(-1), copies)[:num_cached_tokens]
+    for i in range(0, num_cached_tokens, 2000):
+        token_L = cached_L[i : i + 2000]
+        begin = perf_counter()
+        responses.start(("cached", i), 2000)
+        responses.extend(("cached", i), token_L)
+        responses.finish(("cached", i))
+        seconds["fill_us"].append((perf_counter() - begin) / len(token_L))
+    bytes_per_token = responses.num_bytes / num_cached_tokens
+
+    token_L = text_BL[-1]
+    proposer.begin(0, Request("measured", token_L[:1000].tolist(), SamplingParams(max_tokens=500)))
+    state = proposer._rows[0]
+    for end in range(1001, 1501):
+        begin = perf_counter()
+        proposer._append(state, token_L[end - 1 : end])
+        middle = perf_counter()
+        proposer._speculate(state, token_L[max(0, end - depth) : end], proposer.num_speculative_tokens)
+        seconds["propose_us"].append(perf_counter() - middle)
+        seconds["update_us"].append(middle - begin)
+
+    for i in range(0, min(num_cached_tokens, 40_000), 2000):
+        begin = perf_counter()
+        responses.remove(("cached", i))
+        seconds["evict_us"].append((perf_counter() - begin) / len(cached_L[i : i + 2000]))
+    medians = {name: float(np.median(values)) * 1e6 for name, values in seconds.items()}
+    return medians | {"bytes_per_token": bytes_per_token}
+
+
+def _text(num_rows: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """[num_rows, length] tokens of the text that `measure` describes."""
+    vocab = 32_000
+    law_V = np.cumsum(1 / np.arange(1, vocab + 1))
+    token_BL = rng.integers(vocab, size=(num_rows, length))
+    rank_BL = rng.geometric(0.4, size=(num_rows, length))  # which one of the followers of the last two tokens
+    for i in range(2, length):
+        key_B = (token_BL[:, i - 2] * vocab + token_BL[:, i - 1]) * 64 + rank_BL[:, i]
+        key_B = (key_B ^ key_B >> 17) * 0x9E3779B97F4A7C1 % 2**61  # a hash instead of a table
+        uniform_B = (key_B ^ key_B >> 29) % 2**32 / 2**32
+        token_BL[:, i] = np.searchsorted(law_V, uniform_B * law_V[-1])
+    block_GL = token_BL.reshape(-1, 100)
+    source_GL = block_GL[: max(1, len(block_GL) // 20)].copy()
+    quoted_G = rng.random(len(block_GL)) < 0.1
+    block_GL[quoted_G] = source_GL[rng.integers(len(source_GL), size=quoted_G.sum())]
+    return token_BL
