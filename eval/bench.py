@@ -86,7 +86,11 @@ def run(cfg: dict[str, Any]) -> None:
                         "pooled_ratio": timings[name].tokens_per_s / timings[rival].tokens_per_s,
                     }
                 )
-            for name, settings in (("none", {}), ("ngram", ngram_default), ("draft_model", {"model": draft_name, "num_speculative_tokens": k})):
+            for name, settings in (
+                ("none", {}),
+                ("ngram", ngram_default),
+                ("draft_model", {"model": draft_name, "num_speculative_tokens": k}),
+            ):
                 for rows in cfg["batch_sizes"]:
                     params = SamplingParams(temperature=0, max_tokens=cfg["max_tokens"])
                     requests = [Request(str(i), ids, params) for i, ids in enumerate(prompts)]

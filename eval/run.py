@@ -86,18 +86,24 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
         "lossless": verifier.lossless,
-        "lossless_said": report.lossless_said(verifier, params.greedy, method_rows.answered, plain_rows.answered, len(passes) > 1),
+        "lossless_said": report.lossless_said(
+            verifier, params.greedy, method_rows.answered, plain_rows.answered, len(passes) > 1
+        ),
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
         "environment": track.environment(),
         **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
     track.write_json(out_dir / "summary.json", summary)
-    title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
+    title = (
+        f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
+    )
     plot = report.plot_run(summary, title, out_dir / "run.png")
     report.show(report.table(summary, title), f"lossless: {summary['lossless_said']}")
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
-        report.show("note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained")
+        report.show(
+            "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"
+        )
     if cfg["logger"]["name"] == "wandb":
         report.show(f"wandb: {track.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
     report.show(f"written to {out_dir}")

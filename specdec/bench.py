@@ -1,4 +1,4 @@
-"""Timing our engine against Hugging Face's on the same prompts, and against itself: what `eval/bench.py` and `eval/gpu.py` call.
+"""Timing our engine against Hugging Face's on the same prompts, and against itself; `eval/bench.py` and `eval/gpu.py` call it.
 
 Comparisons are ratios of times taken side by side: within a round every contender decodes the same prompt, one after the other,
 so a slow moment of the machine hits them alike.

@@ -32,9 +32,20 @@ def fail(message: object) -> None:
 
 
 def check_command_line(config_name: str) -> None:
-    """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Rewrites JSON for Hydra's grammar."""
+    """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Quotes JSON for its grammar."""
     sys.argv[1:] = [_quote_json(argument) for argument in sys.argv[1:]]
-    flags_with_value = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p", "--info", "-i"}
+    flags_with_value = {
+        "--config-path",
+        "-cp",
+        "--config-name",
+        "-cn",
+        "--config-dir",
+        "-cd",
+        "--package",
+        "-p",
+        "--info",
+        "-i",
+    }
     words = iter(sys.argv[1:])
     arguments = []
     for word in words:
@@ -86,7 +97,7 @@ def _check(config_name: str, arguments: list[str]) -> None:
             defaults |= {key: OmegaConf.select(composed, key, throw_on_missing=False) for key in known}
     for override in overrides:
         key = override.key_or_group
-        if override in groups or key.startswith("hydra") or override.input_line.startswith(("+", "~")):
+        if override in groups or key.startswith("hydra") or str(override.input_line).startswith(("+", "~")):
             continue
         opened = any(part in _OPEN for part in key.split(".")[:-1])
         if key not in known and not opened:
@@ -96,25 +107,27 @@ def _check(config_name: str, arguments: list[str]) -> None:
 
 
 def _check_type(key: str, value: Any, default: Any) -> None:
-    """A number where the default is a number, and so on. A default of null says nothing, and an interpolation may be anything."""
+    """A number where the default is a number, and so on. A default of null says nothing; an interpolation may be anything."""
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
     wanted = kinds.get(type(default))
-    if wanted is None or isinstance(value, str) and value.startswith("${"):
+    if wanted is None or (isinstance(value, str) and value.startswith("${")):
         return
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise ValueError(f"{key}={value!r} must be {'true or false' if bool in wanted else 'a number'}, like its default {default}")
+        raise ValueError(
+            f"{key}={value!r} must be {'true or false' if bool in wanted else 'a number'}, like its default {default}"
+        )
 
 
 def _choices(override: Override) -> list[str]:
-    value = override.value()
+    value: Any = override.value()
     if override.is_sweep_override() and hasattr(value, "list"):
         return [str(item) for item in value.list]
     return ["null" if value is None else str(value)]
 
 
 def _keys(config: DictConfig, prefix: str = "") -> set[str]:
-    keys = set()
-    for key in config:
+    keys: set[str] = set()
+    for key in map(str, config):
         keys.add(f"{prefix}{key}")
         if OmegaConf.is_dict(config) and isinstance(node := config._get_node(key), DictConfig) and node._value() is not None:
             keys |= _keys(node, f"{prefix}{key}.")
@@ -139,13 +152,12 @@ def _nearest_key(key: str, known: set[str]) -> str:
 
 
 def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None]:
-    """Wrap a script's function of a plain dict: resolves the config, gives a sweep's jobs directories of their own, and ends with
-    one line instead of a traceback for what a user can mend."""
+    """Wrap a script's function of a plain dict: resolves the config, gives a sweep's jobs directories of their own, and ends
+    with one line instead of a traceback for what a user can mend."""
 
     def wrapped(cfg: DictConfig) -> None:
         try:
-            plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-            assert isinstance(plain, dict)
+            plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             _own_directory(plain)
             run(plain)
         except MissingMandatoryValue as error:
@@ -175,7 +187,9 @@ def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
     """What the config says about the method and the rejection scheme, as vLLM's object: the groups, or the object itself."""
     if cfg["speculative_config"] is not None:
         return cfg["speculative_config"]
-    settings = {key: value for key, value in {**cfg["method"], **cfg["rejection"]}.items() if value is not None and key != "name"}
+    settings = {
+        key: value for key, value in {**cfg["method"], **cfg["rejection"]}.items() if value is not None and key != "name"
+    }
     return {**settings, "method": cfg["method"]["name"], "rejection_sample_method": cfg["rejection"]["name"]}
 
 
@@ -197,6 +211,5 @@ def save(cfg: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    loaded = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(loaded, dict)
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
     return loaded

@@ -14,15 +14,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from specdec.stats import RequestStats
 
 
 @dataclass
@@ -149,6 +146,41 @@ class SamplingParams(Checked):
 
 
 @dataclass
+class RequestStats:
+    """What happened to one request, step by step (lists of equal length), and its times in seconds.
+
+    drafted, accepted, emitted: tokens; draft_s, verify_s: duration of the step's draft and verify phases, shared with
+    the request's batch mates; batch_size: rows of the step. `emitted` is accepted + 1, less at a stop.
+    The token that prefill yields belongs to no step.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    draft_s: list[float] = field(default_factory=list)
+    verify_s: list[float] = field(default_factory=list)
+    batch_size: list[int] = field(default_factory=list)
+    time_to_first_token_s: float = 0.0  # from the moment the request took its row
+    prefill_s: float = 0.0  # forwards over the prompt, target and drafter
+    decode_s: float = 0.0  # from the first token to the last
+
+    def add(self, drafted: int, accepted: int, emitted: int, draft_s: float, verify_s: float, batch_size: int) -> None:
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+        self.emitted.append(emitted)
+        self.draft_s.append(draft_s)
+        self.verify_s.append(verify_s)
+        self.batch_size.append(batch_size)
+
+    def histogram(self, width: int | None = None) -> np.ndarray:
+        """[d, a] number of steps that drafted d tokens and accepted a of them; steps without a draft are in row 0."""
+        width = max(self.drafted, default=0) + 1 if width is None else width
+        histogram = np.zeros((width, width), dtype=np.int64)
+        np.add.at(histogram, (self.drafted, self.accepted), 1)
+        return histogram
+
+
+@dataclass
 class Request:
     """One prompt on its way through the engine; the engine fills in the second half."""
 
@@ -162,7 +194,7 @@ class Request:
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string; None for eos and length
     text: str | None = None  # set when stop strings cut the text
-    stats: RequestStats | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,11 +25,10 @@ import torch
 from torch import Tensor
 
 from specdec import sampling
-from specdec.core import Context, Draft, Proposer, Request, Verdict
+from specdec.core import Context, Draft, Proposer, Request, RequestStats, Verdict
 from specdec.kv import SlotCache, end_to_end, side_by_side
 from specdec.rejection import Verifier
 from specdec.rejection.match import compare
-from specdec.stats import RequestStats
 from specdec.target import CausalLM
 
 EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
@@ -88,8 +88,8 @@ class Engine:
             raise ValueError(f"request {request.id}: the prompt is empty; give at least one token")
         if len(ids) >= self.max_model_len:
             raise ValueError(
-                f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no room "
-                "for an answer; shorten the prompt or raise max_model_len"
+                f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no "
+                "room for an answer; shorten the prompt or raise max_model_len"
             )
         for token in (min(ids), max(ids), *(request.params.logit_bias or ())):
             if not 0 <= token < vocab_size:
@@ -160,7 +160,7 @@ class Engine:
             if holder is None and self.waiting:
                 self._admit(row, self.waiting.popleft())
         finished = []
-        for row in np.flatnonzero(self.cached_R < self.prompt_R):
+        for row in np.flatnonzero(self.cached_R < self.prompt_R).tolist():
             request, clock = self._request(row), Clock(self.target.device)
             first, last = self.cached_R[row], min(self.cached_R[row] + self.prefill_chunk_size, self.prompt_R[row])
             chunk = torch.from_numpy(self.token_RL[row, first:last]).to(self.target.device)
@@ -292,8 +292,8 @@ class Engine:
     ) -> list[Request]:
         """Append what stands, cut at a stop, count, and let finished requests go."""
         self.last_token_R[self._on_device(rows)] = verdict.token_B
-        told = torch.cat([verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK], 1)
-        told = told.cpu().numpy()  # the step's one synchronisation
+        told_BJ = torch.cat([verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK], 1)
+        told = told_BJ.cpu().numpy()  # the step's one synchronisation
         accepted_B, length_B, num_rows = told[:, 0], self.length_R[rows], len(rows)
         emit_BJ = np.concatenate([told[:, 2:], told[:, 1:2]], 1)
         emit_BJ[np.arange(num_rows), accepted_B] = told[:, 1]
@@ -327,14 +327,15 @@ class Engine:
         now, times = time.perf_counter(), clock.seconds()
         finished = []
         for b, row in enumerate(rows):
-            request, stats = self._request(row), self._request(row).stats
+            stats = self._request(row).stats
             if self.step_R[row] == 1:
                 stats.prefill_s += sum(times)
                 stats.time_to_first_token_s = now - self.began_R[row]
                 self.began_R[row] = now
             else:
                 accepted, emitted = min(accepted_B[b], count_B[b]), count_B[b]
-                stats.add(int(draft.length_B[b]), int(accepted), int(emitted), *times, num_rows)
+                draft_s, verify_s = times
+                stats.add(int(draft.length_B[b]), int(accepted), int(emitted), draft_s, verify_s, num_rows)
             if stopped_B[b] or self.length_R[row] >= self.limit_R[row]:
                 stats.decode_s = now - self.began_R[row]
                 finished.append(self._finish(row, bool(stopped_B[b])))
@@ -399,7 +400,7 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
-        self.marks: list[float | torch.cuda.Event] = []
+        self.marks: list[Any] = []
         self.mark()
 
     def mark(self) -> None:

@@ -82,7 +82,8 @@ class Window:
         device = self.cache.device
         num_rows, self.num_positions = len(self.start_B), int(self.length_B.max())
         self.num_slots = round_up(int((self.start_B + self.length_B).max()), SLOT_BLOCK)
-        assert self.num_slots <= self.cache.slots and self.first_row + num_rows <= self.cache.rows
+        assert self.num_slots <= self.cache.slots
+        assert self.first_row + num_rows <= self.cache.rows
         offset_BM = np.arange(self.num_positions)
         slot_BM = self.start_B[:, None] + offset_BM
         used_BM = offset_BM < self.length_B[:, None]

@@ -1,6 +1,6 @@
 """The offline API that users of vLLM know: `LLM(...).generate(prompts, SamplingParams(...))`, with `speculative_config={...}`.
 
-`SpeculativeConfig` is the one schema of a method and its rejection scheme; the YAML groups `method` and `rejection` use its keys.
+`SpeculativeConfig` is the one schema of a method and its rejection scheme: the YAML groups of these names have its keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "draft_model_config": (None,),
 }
 _NOT_BUILT_METHODS = (
-    "eagle", "eagle3", "mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu", "extract_hidden_states",
+    "eagle", "eagle3", "mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu",
+    "extract_hidden_states",
 )  # fmt: skip
 
 
@@ -185,7 +186,7 @@ class LLM:
     """A target with a way to speculate.
 
     model: directory, hub id, or embedded name; dtype, device: chosen unless given; max_batch_size: rows decoded together;
-    max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: of requests without their own.
+    max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: for requests without one.
     """
 
     def __init__(
@@ -258,9 +259,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        rendered = [
-            {"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in prompts
-        ]
+        rendered = [{"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in prompts]
         return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -297,7 +296,6 @@ class LLM:
         if answer is None:
             special = request.params.skip_special_tokens
             answer = self.target.tokenizer.decode(request.output_token_ids, skip_special_tokens=special)
-        assert request.stats is not None
         metrics = None
         if self.engine.proposer.num_speculative_tokens:
             metrics = SpecDecodeMetrics.of(request.stats, self.engine.proposer.num_speculative_tokens)

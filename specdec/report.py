@@ -89,7 +89,16 @@ def table(summary: dict[str, Any], title: str) -> Table:
     """Per category and overall: what a reader compares."""
     grid = Table(title=title, title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
     grid.add_column("category", no_wrap=True)
-    for name in ("requests", "mean acceptance length", "tokens/step", "acceptance per position", "tokens/s", "speedup", "model", "efficiency"):
+    for name in (
+        "requests",
+        "mean acceptance length",
+        "tokens/step",
+        "acceptance per position",
+        "tokens/s",
+        "speedup",
+        "model",
+        "efficiency",
+    ):
         grid.add_column(name, justify="left" if "position" in name else "right")
     lines = [*summary["categories"].items(), ("all", summary["overall"])]
     for place, (name, n) in enumerate(lines):
@@ -110,7 +119,7 @@ def table(summary: dict[str, Any], title: str) -> Table:
         )
     grid.caption = (
         "mean acceptance length counts steps with a draft, bonus token included; tokens/step counts every step. speedup: over "
-        "none in this run, prefill apart. model: what acceptance and measured forward times predict; efficiency: speedup / model."
+        "none in this run, prefill apart. model: what acceptance and measured forward times predict. efficiency: speedup/model."
     )
     return grid
 
@@ -190,7 +199,18 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
     """One line per run."""
     grid = Table(title="runs", title_justify="left", header_style="bold")
     grid.add_column("run", no_wrap=True)
-    for name in ("method", "K", "rejection", "lossless", "mean acceptance length", "tokens/step", "tokens/s", "speedup", "model", "efficiency"):
+    for name in (
+        "method",
+        "K",
+        "rejection",
+        "lossless",
+        "mean acceptance length",
+        "tokens/step",
+        "tokens/s",
+        "speedup",
+        "model",
+        "efficiency",
+    ):
         grid.add_column(name, justify="right")
     for name, summary in runs.items():
         n = summary["overall"]
@@ -217,7 +237,7 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(c for summary in runs.values() for c in summary["categories"])) + ["all"]
+    names = [*dict.fromkeys(c for summary in runs.values() for c in summary["categories"]), "all"]
     figure, axes = plt.subplots(2, 1, figsize=(max(9, 1.4 * len(names)), 8), constrained_layout=True)
     place, width = np.arange(len(names)), 0.8 / len(runs)
     for axis, key, title in (

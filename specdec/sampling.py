@@ -120,11 +120,8 @@ def adjust(
     num_output_B: tokens put out so far; stop_ids: what `min_tokens` forbids, per row.
     Repetition penalty as in CTRL (Keskar et al. 2019) over prompt and output; presence and frequency over the output.
     """
-    logits_BJV = logits_BJV.float()
-    if logits_BJV.data_ptr() == 0 or not logits_BJV.is_contiguous():
-        logits_BJV = logits_BJV.contiguous()
-    logits_BJV = logits_BJV.clone()
-    device, (num_rows, num_positions, _) = logits_BJV.device, logits_BJV.shape
+    device, num_positions = logits_BJV.device, logits_BJV.shape[1]
+    logits_BJV = logits_BJV.to(torch.float32, copy=True)
 
     for b, p in enumerate(params):
         if p.logit_bias:

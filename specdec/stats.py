@@ -8,45 +8,12 @@ that predicts speed. Tokens beyond a stop are neither emitted nor counted as acc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-
-@dataclass
-class RequestStats:
-    """What happened to one request, step by step (lists of equal length), and its times in seconds.
-
-    drafted, accepted, emitted: tokens; draft_s, verify_s: duration of the step's draft and verify phases, shared with
-    the request's batch mates; batch_size: rows of the step. `emitted` is accepted + 1, less at a stop.
-    The token that prefill yields belongs to no step.
-    """
-
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    emitted: list[int] = field(default_factory=list)
-    draft_s: list[float] = field(default_factory=list)
-    verify_s: list[float] = field(default_factory=list)
-    batch_size: list[int] = field(default_factory=list)
-    time_to_first_token_s: float = 0.0  # from the moment the request took its row
-    prefill_s: float = 0.0  # forwards over the prompt, target and drafter
-    decode_s: float = 0.0  # from the first token to the last
-
-    def add(self, drafted: int, accepted: int, emitted: int, draft_s: float, verify_s: float, batch_size: int) -> None:
-        self.drafted.append(drafted)
-        self.accepted.append(accepted)
-        self.emitted.append(emitted)
-        self.draft_s.append(draft_s)
-        self.verify_s.append(verify_s)
-        self.batch_size.append(batch_size)
-
-    def histogram(self, width: int | None = None) -> np.ndarray:
-        """[d, a] number of steps that drafted d tokens and accepted a of them; steps without a draft are in row 0."""
-        width = max(self.drafted, default=0) + 1 if width is None else width
-        histogram = np.zeros((width, width), dtype=np.int64)
-        np.add.at(histogram, (self.drafted, self.accepted), 1)
-        return histogram
+from specdec.core import RequestStats
 
 
 def derive(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:

@@ -121,8 +121,8 @@ class CausalLM:
 
         token_N: int64 on the device, the rows' tokens end to end; start_B, length_B: on the host, where each row's tokens
         begin and how many there are (0 is allowed); rows first_row ... of the cache. last_only: logits of each row's last
-        token only; of a row without tokens, those of some other token. hidden_layers: id i taps what enters layer i (its residual stream),
-        id `num_layers` what leaves the last one, before the final norm: the ids of vLLM's EAGLE-3.
+        token only; of a row without tokens, those of some other token. hidden_layers: id i taps what enters layer i (its
+        residual stream), id `num_layers` what leaves the last one, before the final norm: the ids of vLLM's EAGLE-3.
         """
         window = Window(cache, first_row, start_B, length_B)
         self._tap(hidden_layers)
@@ -145,7 +145,7 @@ class CausalLM:
         self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()
     ) -> Output:
         """Process tokens of one row from position `start` on, `chunk` at a time. Logits [1, V] of the last one."""
-        hidden = []
+        hidden: list[Tensor] = []
         for first in range(start, len(tokens), chunk):
             part = tokens[first : first + chunk]
             out = self.forward(
@@ -157,8 +157,9 @@ class CausalLM:
                 last_only=True,
                 hidden_layers=hidden_layers,
             )
-            hidden.append(out.hidden_NTD)
-        return Output(out.logits, torch.cat(hidden) if hidden_layers else None)
+            if out.hidden_NTD is not None:
+                hidden.append(out.hidden_NTD)
+        return Output(out.logits, torch.cat(hidden) if hidden else None)
 
     def _tap(self, layers: tuple[int, ...]) -> None:
         """Hooks that keep what enters the layers asked for (and only those)."""
@@ -206,8 +207,8 @@ def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
     if foreign or getattr(config, "is_encoder_decoder", False):
         what = ", ".join(sorted(foreign)) or "an encoder"
         raise ValueError(
-            f"{path}: model_type {config.model_type!r} has {what}, whose state cannot be rolled back to before a rejected draft; "
-            "use a model with attention layers only"
+            f"{path}: model_type {config.model_type!r} has {what}, whose state cannot be rolled back to before a rejected "
+            "draft; use a model with attention layers only"
         )
 
 

@@ -38,7 +38,7 @@ def refuse_taken(out_dir: Path, resume: bool) -> None:
 def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
     """Take a directory for a run. identity: what must be the same for a run to be resumed.
 
-    Raises ValueError if it holds a run and resume is false, if there is nothing to resume, or if what is resumed is another run.
+    Raises ValueError as `refuse_taken` does, and if what is to be resumed is another run.
     """
     refuse_taken(out_dir, resume)
     marker = out_dir / MARKER
@@ -48,7 +48,8 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
         if changed:
             key = changed[0]
             raise ValueError(
-                f"resume=true, but {key} was {before.get(key)!r} and is {identity.get(key)!r}; use the same settings or another out_dir="
+                f"resume=true, but {key} was {before.get(key)!r} and is {identity.get(key)!r}; "
+                "use the same settings or another out_dir="
             )
         return
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,6 @@ class Rows:
 def row_of(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
     """One request's line. common: method, rejection, K, lossless: what is the same for the whole run."""
     stats = request.stats
-    assert stats is not None
     metrics = request_metrics(stats)
     text = request.text
     if text is None:
@@ -155,11 +155,13 @@ def _cpu_model() -> str | None:
     return lines[0].partition(":")[2].strip() if lines else None
 
 
-def to_wandb(logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]) -> str:
+def to_wandb(
+    logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]
+) -> str:
     """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
     import wandb
 
-    mode = logger["mode"] or ("online" if _has_wandb_key() else "offline")
+    mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
     run = wandb.init(
         project=logger["project"],
         entity=logger["entity"],
@@ -170,7 +172,7 @@ def to_wandb(logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, A
         mode=mode,
         settings=wandb.Settings(silent=True),
     )
-    columns = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
+    columns: list[Any] = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
     table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
     images = {path.stem: wandb.Image(str(path)) for path in plots}
     run.log({"requests": table, **images})

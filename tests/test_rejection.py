@@ -1,8 +1,8 @@
 """Verification schemes and sampling, held against exact vectors and slow references.
 
 The vectors are tests/vectors/verification.json. Exact laws come from bisecting the uniforms (tests/laws.py),
-so most comparisons are to 1e-12; the simulations beside them see what the exact laws take for granted, such as
-positions that share no noise.
+so most comparisons are to 1e-12. The simulations beside them see what the exact laws take for granted: that
+each position looks at its own uniform alone.
 """
 
 from __future__ import annotations
@@ -445,6 +445,13 @@ def test_synthetic_conditional_rates_are_those_of_vllm() -> None:
     assert close(synthetic.conditional([0.9, 0.0, 0.0]), [0.9, 0.0, 0.0])
 
 
+def test_synthetic_rate_of_zero_refuses_a_uniform_of_zero() -> None:
+    verify = build("synthetic", 2, synthetic_acceptance_rates=[1.0, 0.0])
+    draft, p_BJV = one_draft([0, 0]), double([[[0.5, 0.5]] * 3])
+    for u in (0.0, 0.5, ALMOST_ONE):
+        assert int(verify(draft, p_BJV, double([[u, u, 0.5]])).num_accepted_B) == 1
+
+
 def test_synthetic_short_drafts_keep_the_first_rates() -> None:
     rates = [0.9, 0.6, 0.3]
     verify = build("synthetic", 3, synthetic_acceptance_rates=rates)
@@ -462,8 +469,8 @@ def test_synthetic_short_drafts_keep_the_first_rates() -> None:
             {"synthetic_acceptance_rates": [1, 1, 1], "synthetic_acceptance_length": 4},
             "exactly one of .* got both",
         ),
-        ({"synthetic_acceptance_rates": [0.5]}, "1 entries for num_speculative_tokens=3"),
-        ({"synthetic_acceptance_rates": [0.5, 0.4, 0.3, 0.2]}, "4 entries for num_speculative_tokens=3"),
+        ({"synthetic_acceptance_rates": [0.5]}, "has 1 entries"),
+        ({"synthetic_acceptance_rates": [0.5, 0.4, 0.3, 0.2]}, "has 4 entries"),
         ({"synthetic_acceptance_rates": [1.5, 0.4, 0.3]}, r"\[0\]=1.5 is outside \[0, 1\]"),
         ({"synthetic_acceptance_rates": [0.5, 0.4, -0.1]}, r"\[2\]=-0.1 is outside \[0, 1\]"),
         ({"synthetic_acceptance_rates": [0.5, float("nan"), 0.1]}, r"\[1\]=nan is outside \[0, 1\]"),

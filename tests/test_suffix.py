@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ def unfolded_paths(tree: SuffixTree, v: int = ROOT, prefix: Path = ()) -> dict[P
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 12, 24])
 def test_fast_tree_is_the_reference(depth: int) -> None:
     """Drafts, probabilities, scores and match lengths are equal to the last bit, after evictions too."""
-    for seed in range(30):
+    for seed in range(20):
         rng = random.Random(1000 * depth + seed)
         both = Both(depth, rng.choice([1, 2, 3, 5, 20]), rng)
         for _ in range(120):
@@ -210,18 +211,18 @@ def test_measured_cost(copies: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "limit"),
     [
-        ("num_speculative_tokens", 0, "num_speculative_tokens=0 must be at least 1"),
-        ("suffix_decoding_max_tree_depth", 0, "suffix_decoding_max_tree_depth=0 must be at least 1"),
-        ("suffix_decoding_max_cached_requests", -1, "suffix_decoding_max_cached_requests=-1 must be at least 0"),
-        ("suffix_decoding_max_spec_factor", -0.5, "suffix_decoding_max_spec_factor=-0.5 must be at least 0"),
-        ("suffix_decoding_max_spec_factor", float("nan"), "suffix_decoding_max_spec_factor=nan must be at least 0"),
-        ("suffix_decoding_min_token_prob", 1.5, r"suffix_decoding_min_token_prob=1.5 must be in \[0, 1\]"),
+        ("num_speculative_tokens", 0, "at least 1"),
+        ("suffix_decoding_max_tree_depth", 0, "at least 1"),
+        ("suffix_decoding_max_cached_requests", -1, "at least 0"),
+        ("suffix_decoding_max_spec_factor", -0.5, "at least 0"),
+        ("suffix_decoding_max_spec_factor", float("nan"), "at least 0"),
+        ("suffix_decoding_min_token_prob", 1.5, "in [0, 1]"),
     ],
 )
-def test_settings_beyond_their_limits(name: str, value: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
+def test_settings_beyond_their_limits(name: str, value: float, limit: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value} must be {limit}; ")) as error:
         Suffix(**{name: value})
     assert "\n" not in str(error.value)
 

@@ -27,7 +27,9 @@ class CustomClass(Silent):
 
     def __init__(self, target: CausalLM, model: str, num_speculative_tokens: int):
         if num_speculative_tokens < 1:
-            raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing"
+            )
         self.num_speculative_tokens, self.name, self.vocab_size = num_speculative_tokens, model, target.vocab_size
         available = {"num_speculative_tokens": num_speculative_tokens, "target": target}
         self.own = load(model, available)
@@ -55,7 +57,9 @@ class CustomClass(Silent):
             draft = ragged([np.asarray(tokens, dtype=np.int64) for tokens in draft], context.last_token_B.device)
         num_rows, width = len(context.rows), draft.token_BK.shape[1]
         if draft.token_BK.shape[0] != num_rows or draft.length_B.shape != (num_rows,):
-            raise ValueError(f"{self.name}.propose returned {draft.token_BK.shape[0]} drafts for {num_rows} rows; give one per row")
+            raise ValueError(
+                f"{self.name}.propose returned {draft.token_BK.shape[0]} drafts for {num_rows} rows; give one per row"
+            )
         if int(draft.length_B.max()) > width:
             raise ValueError(f"{self.name}.propose says a draft has {int(draft.length_B.max())} tokens and gives {width}")
         # dropping the end of a draft is safe for losslessness: it does not look at the tokens
@@ -64,7 +68,7 @@ class CustomClass(Silent):
 
 
 def load(path: str, available: dict[str, Any]) -> Any:
-    """Import the class and construct it with those of `available` that its constructor names. Each way to fail has its own error."""
+    """Import the class and construct it with those of `available` that its constructor names. Each failure has an error."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"model={path!r} of custom_class must be a dotted path, 'package.module.Class'")

@@ -18,9 +18,12 @@ PREFILL_CHUNK = 512
 
 
 class DraftModel:
-    """Settings as in vLLM: `model` is a directory, a hub id, an embedded name, or a loaded model; `draft_sample_method` is `greedy` (argmax, also
-    at temperature > 0: the law of the draft is one-hot) or `probabilistic` (drawn at the request's temperature, the law recorded);
-    `max_model_len` limits the drafter's own context, beyond which a row is not drafted for."""
+    """Settings as in vLLM.
+
+    model: a directory, a hub id, an embedded name, or a loaded model; draft_sample_method: `greedy` (argmax, at every
+    temperature: the law of the draft is one-hot) or `probabilistic` (drawn at the request's temperature, the law recorded);
+    max_model_len: of the drafter's own context, beyond which a row is not drafted for.
+    """
 
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
@@ -43,12 +46,13 @@ class DraftModel:
         self.model = model if isinstance(model, CausalLM) else _load(target, model, revision)
         if self.model.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the draft model {self.model.name} has a vocabulary of {self.model.vocab_size}, the target {target.name} one of "
-                f"{target.vocab_size}; they must be equal"
+                f"the draft model {self.model.name} has a vocabulary of {self.model.vocab_size}, the target {target.name} "
+                f"one of {target.vocab_size}; they must be equal"
             )
         if max_model_len is not None and not 1 <= max_model_len <= self.model.max_model_len:
             raise ValueError(
-                f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, which {self.model.name} can do"
+                f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, "
+                f"the range of {self.model.name}"
             )
         self.max_model_len = max_model_len or self.model.max_model_len
         self.num_speculative_tokens = num_speculative_tokens

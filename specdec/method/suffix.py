@@ -774,15 +774,15 @@ class Suffix(Silent):
         depth, num_cached = suffix_decoding_max_tree_depth, suffix_decoding_max_cached_requests
         factor, floor = suffix_decoding_max_spec_factor, suffix_decoding_min_token_prob
         if num_speculative_tokens is not None and not num_speculative_tokens >= 1:
-            raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1; try 8, or None")
+            raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1; try 8")
         if not depth >= 1:
-            raise ValueError(f"suffix_decoding_max_tree_depth={depth} must be at least 1; the default is 24")
+            raise ValueError(f"suffix_decoding_max_tree_depth={depth} must be at least 1; try 24")
         if not num_cached >= 0:
-            raise ValueError(f"suffix_decoding_max_cached_requests={num_cached} must be at least 0; 0 caches none")
+            raise ValueError(f"suffix_decoding_max_cached_requests={num_cached} must be at least 0; 0: none")
         if not factor >= 0:
-            raise ValueError(f"suffix_decoding_max_spec_factor={factor} must be at least 0; the default is 1.0")
+            raise ValueError(f"suffix_decoding_max_spec_factor={factor} must be at least 0; try 1.0")
         if not 0 <= floor <= 1:
-            raise ValueError(f"suffix_decoding_min_token_prob={floor} must be in [0, 1]; the default is 0.1")
+            raise ValueError(f"suffix_decoding_min_token_prob={floor} must be in [0, 1]; try 0.1")
         self.num_speculative_tokens = depth if num_speculative_tokens is None else num_speculative_tokens
         self.depth, self.num_cached, self.factor, self.floor = depth, num_cached, factor, floor
         self.responses = SuffixTree(depth) if num_cached else None

@@ -53,7 +53,7 @@ def residual(draft: Draft, p_BJV: Tensor, num_accepted_B: Tensor, scale_B: Tenso
 
     Where rounding leaves no mass at all (p equals q), p itself is returned.
     """
-    num_rows, num_positions, vocab_size = p_BJV.shape
+    num_rows, num_positions, _ = p_BJV.shape
     row = torch.arange(num_rows, device=p_BJV.device)
     p_BV = p_BJV[row, num_accepted_B].double()
     if num_positions == 1:

@@ -34,7 +34,8 @@ def check(
         rates = rates_of_length(length, num_speculative_tokens)
     if len(rates) != num_speculative_tokens:
         raise ValueError(
-            f"synthetic_acceptance_rates has {len(rates)} entries for num_speculative_tokens={num_speculative_tokens}; give one each"
+            f"synthetic_acceptance_rates has {len(rates)} entries and num_speculative_tokens={num_speculative_tokens}; "
+            "give one for each"
         )
     for i, rate in enumerate(rates):
         if not 0 <= rate <= 1:

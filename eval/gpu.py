@@ -1,0 +1,112 @@
+"""What only a CUDA machine can show, in under 8 minutes and without a network: `make gpu`.
+
+Exactness in float32 on `tiny`, the chi-square tests with the device's own kernels, and the speed of the loop on random models
+of real shapes in bfloat16 with synthetic acceptance, so that it is seen apart from any model's quality. A short table ends it.
+
+    python eval/gpu.py                     # everything
+    python eval/gpu.py --shapes llama-1b --device cpu --max-tokens 8     # a rehearsal without a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from specdec import bench, cost, hub, method, rejection
+from specdec.core import Context, Draft, Request, SamplingParams, Silent
+from specdec.engine import Engine
+from specdec.target import CausalLM
+
+BUDGET_S = 420
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them
+PROMPT, K, LENGTH = 256, 5, 3.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    lines: list[tuple[str, str]] = [("machine", machine(arguments.device))]
+
+    tests = Path(__file__).resolve().parents[1] / "tests" / "test_device.py"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)], check=False)
+    lines.append(("exactness and laws on the device", "passed" if done.returncode == 0 else f"FAILED (exit {done.returncode})"))
+    for name in ("tiny", *(f"random-{shape}" for shape in arguments.shapes)):
+        if time.monotonic() - began > BUDGET_S:
+            lines.append((name, "left out: the time is up"))
+            continue
+        lines += measure(name, arguments.device, arguments.max_tokens)
+    print()
+    for name, value in lines:
+        print(f"{name:44} {value}")
+    sys.exit(done.returncode)
+
+
+def machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
+    return f"{name}, torch {torch.__version__}"
+
+
+def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
+    """tokens/s of none against the bandwidth floor, the verify cost, and the loop's own share."""
+    target = CausalLM(name, "bfloat16", device)
+    weights = hub.num_parameters(target.config) * target.dtype.itemsize
+    lines = []
+    for rows in (1, 8):
+        verify_s = cost.verify_seconds(target, rows, 16, context=PROMPT)
+        costs = " ".join(f"{n}:{verify_s(n) / verify_s(1):.2f}" for n in (1, 2, 4, 6, 8, 11, 16))
+        lines.append((f"{name}, batch {rows}: v(n)", costs))
+        for label, speculate in (("none", False), (f"drafts K={K}, synthetic {LENGTH}", True)):
+            engine = make_engine(target, rows, speculate)
+            list(engine.run(requests(rows, 8)))  # warm up
+            outside, speed = bench.share_outside_forwards(engine, requests(rows, max_tokens))
+            floor = next(
+                (
+                    f" ({speed / rows * weights / b:.0%} of the bandwidth floor)"
+                    for chip, b in BANDWIDTH.items()
+                    if chip in machine(device)
+                ),
+                "",
+            )
+            lines.append(
+                (
+                    f"{name}, batch {rows}: {label}",
+                    f"{speed:.0f} tokens/s{'' if speculate else floor}, {outside:.1%} outside forwards",
+                )
+            )
+    return lines
+
+
+class Always(Silent):
+    """Drafts K tokens for every row at no cost, so that only the loop and the target are timed."""
+
+    def __init__(self, num_speculative_tokens: int):
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, context: Context) -> Draft:
+        token_BK = context.last_token_B.unsqueeze(1).repeat(1, self.num_speculative_tokens)
+        return Draft(token_BK, torch.from_numpy(context.max_draft_B))
+
+
+def make_engine(target: CausalLM, rows: int, speculate: bool) -> Engine:
+    if not speculate:
+        return Engine(target, method.build("none", target), rejection.build("standard"), rows)
+    scheme = rejection.build("synthetic", K, synthetic_acceptance_length=LENGTH)
+    return Engine(target, Always(K), scheme, rows)
+
+
+def requests(rows: int, max_tokens: int) -> list[Request]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return [Request(str(i), [(7 * i + j) % 250 for j in range(PROMPT)], params, seed=i) for i in range(rows)]
+
+
+if __name__ == "__main__":
+    main()

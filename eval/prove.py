@@ -1,0 +1,104 @@
+"""The full proof on a real model: every method, every batch size, in float32 on the CPU, one line per combination.
+
+    python eval/prove.py
+    python eval/prove.py --prompts 40 --max-tokens 128 --model tiny-gemma3
+
+At temperature 0 the tokens must be those of Hugging Face `generate`; at 0.8, under rejection `match`, those of plain sampling
+with the same seeds. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec import config, hub, report, tasks
+from specdec.core import Request, SamplingParams
+from specdec.engine import Engine
+from specdec.llm import SpeculativeConfig
+from specdec.target import CausalLM
+
+BATCH_SIZES = (1, 3, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=hub.DEFAULT, help="directory, hub id or embedded name")
+    parser.add_argument("--prompts", type=int, default=24, help="conversations of the demo task, from its categories in turn")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        sys.exit(prove(arguments.model, arguments.prompts, arguments.max_tokens))
+    except ValueError as error:
+        config.fail(error)
+
+
+def prove(model: str, count: int, max_tokens: int) -> int:
+    """Number of combinations that failed (0 is a proof)."""
+    target = CausalLM(model, "float32", "cpu")
+    prompts = conversations(target, count, max_tokens)
+    theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    greedy, sampled = [], SamplingParams(temperature=0.8, max_tokens=max_tokens)
+    with report.progress("HF generate", len(prompts)) as advance:
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = theirs.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+            )
+            greedy.append(out[0, len(prompt) :].tolist())
+            advance()
+    del theirs
+    plain = decode(target, {"method": "none"}, prompts, sampled, 1)
+
+    failures = 0
+    print(f"{len(prompts)} prompts, {max_tokens} new tokens, {model}, float32, cpu, one thread")
+    for path in sorted((config.CONF / "method").glob("*.yaml")):
+        settings = {key: value for key, value in config.read(path).items() if value is not None}
+        settings["method"] = settings.pop("name")
+        if "model" in settings and settings["method"] == "draft_model":
+            settings["model"] = str(target.path)
+        for batch_size in BATCH_SIZES:
+            for what, reference, params, more in (
+                ("T=0    equals HF generate   ", greedy, SamplingParams(temperature=0, max_tokens=max_tokens), {}),
+                ("T=0.8  match equals sampling", plain, sampled, {"rejection_sample_method": "match"}),
+            ):
+                began = time.perf_counter()
+                outputs = decode(target, settings | more, prompts, params, batch_size)
+                same = sum(a == b for a, b in zip(outputs, reference, strict=True))
+                failures += same < len(prompts)
+                verdict = "ok  " if same == len(prompts) else "FAIL"
+                seconds = time.perf_counter() - began
+                print(
+                    f"{verdict} {path.stem:13} batch {batch_size}  {what}  {same}/{len(prompts)}  {seconds:6.1f} s", flush=True
+                )
+    return failures
+
+
+def conversations(target: CausalLM, count: int, max_tokens: int) -> list[list[int]]:
+    """First turns of demo tasks, and second turns after a short answer; one prompt is made longer than a prefill chunk."""
+    prompts = []
+    for task in tasks.load(tasks.DEMO, count):
+        prompts.append(tasks.prompt_ids(target.tokenizer, [task.turns[0]], []))
+        if len(task.turns) > 1:
+            prompts.append(tasks.prompt_ids(target.tokenizer, list(task.turns[:2]), ["Gladly. Here is what I would do."]))
+    texts = [task.turns[0] for task in tasks.load(tasks.DEMO) if task.category == "summarization"]
+    prompts.append(tasks.prompt_ids(target.tokenizer, ["\n\n".join(texts[:4])], []))
+    return prompts
+
+
+def decode(
+    target: CausalLM, settings: dict, prompts: list[list[int]], params: SamplingParams, batch_size: int
+) -> list[list[int]]:
+    engine = Engine(target, *SpeculativeConfig(**settings).build(target), max_batch_size=batch_size)
+    requests = [Request(str(i), ids, params, seed=i) for i, ids in enumerate(prompts)]
+    done = {request.id: request.output_token_ids for request in engine.run(requests)}
+    return [done[str(i)] for i in range(len(prompts))]
+
+
+if __name__ == "__main__":
+    main()

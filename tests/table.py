@@ -1,0 +1,238 @@
+"""A target whose law can be written down, for tests of the whole engine: the next token depends on the last two.
+
+`TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V, and its
+logits are read from there: a token that is stale, misplaced or missing after a rejection changes the law, or is found
+out as a slot that was never written. `reference_law` says in words what the sampling parameters mean, and `joint_law`
+multiplies that out.
+
+Shape letters are those of specdec/core.py; S counts slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.core import Context, Draft, SamplingParams
+from specdec.sampling import inverse_cdf
+from specdec.target import CausalLM, Output
+
+POISON = -1  # what a slot holds that was never written
+
+
+class TokenCache:
+    """Stands in for `specdec.kv.SlotCache`. Not a slot more than was asked for, so that a step too far is an error."""
+
+    def __init__(self) -> None:
+        self.rows, self.slots = 0, 0
+        self.token_RS = np.zeros((0, 0), dtype=np.int64)
+
+    def more_bytes(self, rows: int, slots: int) -> int:
+        return 8 * (max(rows, self.rows) * max(slots, self.slots) - self.rows * self.slots)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        rows, slots = max(rows, self.rows), max(slots, self.slots)
+        grown = np.full((rows, slots), POISON, dtype=np.int64)
+        grown[: self.rows, : self.slots] = self.token_RS
+        self.rows, self.slots, self.token_RS = rows, slots, grown
+
+    def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
+        self.token_RS[row_N, slot_N] = token_N
+
+
+class TableLM(CausalLM):
+    """logits[i] = table[token[i - 1], token[i]]. There is no token before the first; the table's last line is for that.
+
+    table: [V + 1, V, V]. A hidden state tells where it comes from: it is the token's one-hot, then the position,
+    then the layer.
+    """
+
+    def __init__(self, table: np.ndarray, name: str = "table", max_model_len: int = 512) -> None:
+        self.table = np.asarray(table, dtype=np.float32)
+        self.name, self.path = name, Path(name)
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.vocab_size, self.num_layers = self.table.shape[-1], 2
+        assert self.table.shape == (self.vocab_size + 1, self.vocab_size, self.vocab_size)
+        self.hidden_size = self.vocab_size + 2
+        self.max_model_len = max_model_len
+        self.eos_token_ids: list[int] = []
+        self._tokenizer = None
+
+    @classmethod
+    def random(cls, vocab_size: int, seed: int = 0, scale: float = 1.0, max_model_len: int = 512) -> TableLM:
+        shape = (vocab_size + 1, vocab_size, vocab_size)
+        table = scale * np.random.default_rng(seed).standard_normal(shape)
+        return cls(table, f"table-{vocab_size}-{seed}", max_model_len)
+
+    @classmethod
+    def constant(cls, law: Sequence[float], max_model_len: int = 512) -> TableLM:
+        """The same law everywhere."""
+        table = np.broadcast_to(np.log(law), (len(law) + 1, len(law), len(law)))
+        return cls(table, f"constant-{law}", max_model_len)
+
+    def _with_table(self, table: np.ndarray, name: str) -> TableLM:
+        other = copy.copy(self)
+        other.table, other.name, other.path = table.astype(np.float32), name, Path(name)
+        return other
+
+    def negated(self) -> TableLM:
+        """Likes best what this model likes least."""
+        return self._with_table(-self.table, f"{self.name}-negated")
+
+    def noisy(self, scale: float, seed: int = 1) -> TableLM:
+        noise = scale * np.random.default_rng(seed).standard_normal(self.table.shape)
+        return self._with_table(self.table + noise, f"{self.name}-noisy")
+
+    def new_cache(self) -> TokenCache:  # type: ignore[override]
+        return TokenCache()
+
+    @torch.inference_mode()
+    def forward(  # type: ignore[override]
+        self,
+        cache: TokenCache,
+        token_N: Tensor,
+        start_B: np.ndarray,
+        length_B: np.ndarray,
+        first_row: int = 0,
+        last_only: bool = False,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> Output:
+        token_N = token_N.numpy()
+        assert len(token_N) == length_B.sum() > 0 and len(start_B) == len(length_B)
+        assert ((token_N >= 0) & (token_N < self.vocab_size)).all(), f"no tokens: {token_N}"
+        assert first_row + len(start_B) <= cache.rows and (start_B + length_B).max() <= cache.slots
+        row_N = np.repeat(np.arange(first_row, first_row + len(start_B)), length_B)
+        slot_N = np.arange(len(token_N)) + np.repeat(start_B - np.cumsum(length_B) + length_B, length_B)
+        cache.write(row_N, slot_N, token_N)
+
+        # a token looks at every slot up to its own, as attention does
+        seen_NS = cache.token_RS[row_N, : int(slot_N.max()) + 1]
+        unwritten_NS = (seen_NS == POISON) & (np.arange(seen_NS.shape[1]) <= slot_N[:, None])
+        assert not unwritten_NS.any(), f"slots that were never written are read: {np.argwhere(unwritten_NS).tolist()}"
+        each_N = np.arange(len(token_N))
+        last_N = seen_NS[each_N, slot_N]
+        before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
+
+        keep_N = each_N
+        if last_only:  # of a row without tokens, some other token, as CausalLM has it
+            keep_N = (np.cumsum(length_B) - 1).clip(0)
+        logits = torch.from_numpy(self.table[before_N[keep_N], last_N[keep_N]])
+        return Output(logits, self._hidden(last_N, slot_N, hidden_layers) if hidden_layers else None)
+
+    def _hidden(self, token_N: np.ndarray, slot_N: np.ndarray, layers: tuple[int, ...]) -> Tensor:
+        assert all(0 <= layer <= self.num_layers for layer in layers)
+        hidden_NTD = torch.zeros(len(token_N), len(layers), self.hidden_size)
+        hidden_NTD[torch.arange(len(token_N)), :, torch.from_numpy(token_N)] = 1
+        hidden_NTD[:, :, -2] = torch.from_numpy(slot_N).float().unsqueeze(-1)
+        hidden_NTD[:, :, -1] = torch.tensor(layers, dtype=torch.float32)
+        return hidden_NTD
+
+    def logits_after(self, tokens: Sequence[int]) -> np.ndarray:
+        """[V] what a forward over the tokens gives for the last of them."""
+        return self.table[tokens[-2] if len(tokens) > 1 else self.vocab_size, tokens[-1]]
+
+
+class FirstWriteWins(TokenCache):
+    """A cache that is never repaired: what was written to a slot first stays there. A broken one, for tests that must fail."""
+
+    def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
+        empty_N = self.token_RS[row_N, slot_N] == POISON
+        super().write(row_N[empty_N], slot_N[empty_N], token_N[empty_N])
+
+
+# What the sampling parameters mean, slowly
+
+
+def reference_law(
+    logits_V: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_ids: Sequence[int] = (),
+) -> np.ndarray:
+    """[V] float64: the law of the token after prompt + output. stop_ids: what `min_tokens` forbids."""
+    logits = [float(x) for x in logits_V]
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    if len(output) < params.min_tokens:
+        for token in stop_ids:
+            logits[token] = -math.inf
+    for token in {*prompt, *output}:
+        push = params.repetition_penalty
+        logits[token] = logits[token] / push if logits[token] > 0 else logits[token] * push
+    for token in set(output):
+        logits[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
+
+    vocab = range(len(logits))
+    if params.temperature == 0:
+        best = max(vocab, key=lambda token: (logits[token], -token))
+        return np.array([float(token == best) for token in vocab])
+    top = max(logits)
+    weight = [math.exp((x - top) / params.temperature) for x in logits]  # 1 for the likeliest
+    kept = {token for token in vocab if weight[token] > 0 and weight[token] >= params.min_p}
+    if params.top_k > 0:
+        border = sorted((weight[token] for token in kept), reverse=True)[: params.top_k][-1]
+        kept = {token for token in kept if weight[token] >= border}
+    if params.top_p < 1:
+        total, mass, nucleus = sum(weight[token] for token in kept), 0.0, set()
+        for token in sorted(kept, key=lambda token: (-weight[token], token)):
+            if mass < params.top_p * total:
+                nucleus.add(token)
+            mass += weight[token]
+        kept = nucleus
+    law = np.array([weight[token] if token in kept else 0.0 for token in vocab])
+    return law / law.sum()
+
+
+def joint_law(model: TableLM, prompt: Sequence[int], params: SamplingParams, count: int) -> Tensor:
+    """[V ** count] the exact law of the `count` tokens after the prompt, in the order of itertools.product."""
+    joint = np.ones(1)
+    for length in range(count):
+        laws = [
+            reference_law(model.logits_after([*prompt, *output]), params, prompt, output)
+            for output in itertools.product(range(model.vocab_size), repeat=length)
+        ]
+        joint = (joint[:, None] * np.stack(laws)).reshape(-1)
+    return torch.from_numpy(joint)
+
+
+# Proposers of a user's own, for method `custom_class`
+
+
+class OwnLaw:
+    """Draws drafts of ragged length from laws of its own, which depend on the token before and on the place."""
+
+    def __init__(self, num_speculative_tokens: int, target: TableLM) -> None:
+        shape = (num_speculative_tokens, target.vocab_size, target.vocab_size)
+        logits_KVV = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+        self.law_KVV = (1.5 * logits_KVV).softmax(-1)
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, context: Context) -> Draft:
+        tokens, laws, last_B = [], [], context.last_token_B
+        for k, law_VV in enumerate(self.law_KVV):
+            laws.append(law_VV[last_B])
+            last_B = inverse_cdf(laws[-1], context.uniform_BK[:, k])
+            tokens.append(last_B)
+        # a length may look at committed tokens, but not at those that are offered
+        sums = [int(context.tokens(b).sum()) for b in range(len(context.rows))]
+        length_B = torch.tensor([self.num_speculative_tokens - total % 3 for total in sums]).clamp(min=0)
+        return Draft(torch.stack(tokens, 1), length_B, torch.stack(laws, 1))
+
+
+class Ragged:
+    """Returns lists: the last token again and again, 0 to K times as the length of the text has it."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, context: Context) -> list[list[int]]:
+        times = (context.length_B + context.rows) % (self.num_speculative_tokens + 1)
+        return [[int(context.tokens(b)[-1])] * int(n) for b, n in enumerate(times)]
