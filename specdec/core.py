@@ -93,7 +93,7 @@ class SamplingParams(Checked):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(16, ge=1)
     min_tokens: int = Field(0, ge=0)
     stop: list[str] = []

@@ -48,7 +48,7 @@ def inverse_cdf(weight_BV: Tensor, u_B: Tensor) -> Tensor:
     token = torch.searchsorted(cumulative, point, right=True).squeeze(-1)
     # u * total can round up to the total; the last token that has weight is meant then
     last = torch.searchsorted(cumulative, cumulative[..., -1:].contiguous()).squeeze(-1)
-    return torch.minimum(token, last)
+    return torch.minimum(token, last).clamp(max=weight_BV.shape[-1] - 1)  # a row of NaN stays in range too
 
 
 def one_hot(token: Tensor, vocab_size: int) -> Tensor:
@@ -73,10 +73,10 @@ def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor) -> Ten
         return one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
     if any(greedy):
         argmax_NV = one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
-    scaled = logits_NV / column([p.temperature or 1.0 for p in params])
+    # the maximum goes first, so that a tiny temperature cannot overflow
+    scaled = (logits_NV - logits_NV.amax(-1, keepdim=True)) / column([p.temperature or 1.0 for p in params])
     if any(p.min_p for p in params):
-        floor = scaled.amax(-1, keepdim=True) + column([p.min_p for p in params]).log()
-        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
+        scaled = scaled.masked_fill(scaled < column([p.min_p for p in params]).log(), -torch.inf)
     if any(p.top_k > 0 for p in params) or any(p.top_p < 1 for p in params):
         scaled = _top_k_top_p(scaled, params, row_N)
     p_NV = scaled.softmax(-1)

@@ -3,7 +3,7 @@
 `TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V, and its
 logits are read from there: a token that is stale, misplaced or missing after a rejection changes the law, or is found
 out as a slot that was never written. `reference_law` says in words what the sampling parameters mean, and `joint_law`
-multiplies that out.
+multiplies that out. `methods` and `schemes` list what there is to test: everything that has a YAML.
 
 Shape letters are those of specdec/core.py; S counts slots.
 """
@@ -11,19 +11,27 @@ Shape letters are those of specdec/core.py; S counts slots.
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
+import yaml
 from torch import Tensor
 
-from specdec.core import Context, Draft, SamplingParams
+from specdec import method, rejection
+from specdec.core import Context, Draft, Proposer, SamplingParams
+from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
 from specdec.target import CausalLM, Output
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
 POISON = -1  # what a slot holds that was never written
 
 
@@ -201,6 +209,66 @@ def joint_law(model: TableLM, prompt: Sequence[int], params: SamplingParams, cou
         ]
         joint = (joint[:, None] * np.stack(laws)).reshape(-1)
     return torch.from_numpy(joint)
+
+
+# Every method and every scheme
+
+
+NUM_DRAFT = 3  # K of every case; a stretch of K + 1 tokens is what a step emits at most
+
+# What a method is built with, under the name of the case. A method that has a YAML and no line here is built as its YAML says.
+_OF_LENGTH = {"num_speculative_tokens": NUM_DRAFT}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {"none": {}},
+    "ngram": {"ngram": _OF_LENGTH | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
+    "suffix": {"suffix": _OF_LENGTH | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0}},
+    "draft_model": {
+        f"{how}-{drafter}": _OF_LENGTH | {"model": drafter, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for drafter in ("same", "noisy", "negated")
+    },
+    "custom_class": {
+        "own-law": _OF_LENGTH | {"model": "table.OwnLaw"},
+        "ragged": _OF_LENGTH | {"model": "table.Ragged"},
+    },
+}
+
+
+def _yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    """The name and the settings that are given."""
+    settings = {key: value for key, value in yaml.safe_load(path.read_text()).items() if value is not None}
+    return settings.pop("name"), settings
+
+
+def methods() -> list[Any]:
+    """pytest parameters (method, settings) of everything in conf/method."""
+    cases = []
+    for name, own in (_yaml(path) for path in sorted((CONF / "method").glob("*.yaml"))):
+        for label, settings in SETTINGS.get(name, {name: own}).items():
+            cases.append(pytest.param((name, settings), id=label))
+    return cases
+
+
+def schemes() -> list[str]:
+    """The lossless ones of everything in conf/rejection."""
+    names = [_yaml(path)[0] for path in sorted((CONF / "rejection").glob("*.yaml"))]
+    return [name for name in names if importlib.import_module(f"specdec.rejection.{name}").lossless]
+
+
+def scheme(name: str) -> Verifier:
+    return rejection.build(name, NUM_DRAFT, **_yaml(CONF / "rejection" / f"{name}.yaml")[1])
+
+
+def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: CausalLM) -> Proposer:
+    """A method of `methods`. drafters: the models called "noisy" and "negated", if the target is no table."""
+    name, settings = case
+    model = settings.get("model")
+    if model == "same":
+        settings = settings | {"model": target}
+    elif model in ("noisy", "negated"):
+        of_table = {"noisy": lambda: target.noisy(1.0), "negated": target.negated} if isinstance(target, TableLM) else {}
+        settings = settings | {"model": drafters[model] if model in drafters else of_table[model]()}
+    return method.build(name, target, **settings)
 
 
 # Proposers of a user's own, for method `custom_class`

@@ -995,9 +995,7 @@ def test_token_that_only_the_target_gives_mass_stands(scheme: str, u: float) -> 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, ALMOST_ONE])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_token_that_nobody_gives_mass_falls(scheme: str, u: float, request: pytest.FixtureRequest) -> None:
-    if scheme == "block":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="block takes 0 / 0 for an infinite ratio"))
+def test_token_that_nobody_gives_mass_falls(scheme: str, u: float) -> None:
     draft = one_draft([2], double([[[0.5, 0.5, 0.0]]]))
     verdict = build(scheme)(draft, double([[[0.8, 0.2, 0.0]] * 2]), double([[u, 0.5]]))
     assert int(verdict.num_accepted_B) == 0
@@ -1222,7 +1220,6 @@ def test_inverse_cdf_law_scale_and_shape() -> None:
     assert int(inverse_cdf(law, double(0.3))) == 2
 
 
-@pytest.mark.xfail(strict=True, reason="a law of NaN gives the token id V, which no embedding has")
 def test_inverse_cdf_of_nan_stays_in_range() -> None:
     """vLLM's samplers promise as much: a broken row may be nonsense, it must not take the batch down."""
     token_B = inverse_cdf(torch.full((2, 5), torch.nan), double([0.3, ALMOST_ONE]))

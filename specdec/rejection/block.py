@@ -26,7 +26,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     num_rows, num_draft = p_BJV.shape[0], p_BJV.shape[1] - 1
     length_B = draft.length_B.to(p_BJV.device)
     p_BK, q_BK, live_BK = target_p(draft, p_BJV), drawn(draft), live(draft, p_BJV)
-    ratio_BK = torch.where(q_BK > 0, p_BK / q_BK, torch.inf)
+    ratio_BK = torch.where(q_BK > 0, p_BK / q_BK, torch.where(p_BK > 0, torch.inf, 0.0))
 
     prefix_B = torch.ones(num_rows, dtype=torch.float64, device=p_BJV.device)  # P_i
     num_accepted_B = torch.zeros(num_rows, dtype=torch.int64, device=p_BJV.device)

@@ -1,0 +1,308 @@
+"""The law of what the engine puts out above temperature 0, whatever drafts and whatever judges, by chi-square.
+
+The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a law that can be written down. So an
+answer is cut into stretches as long as what a step emits at most, and the counts of (two tokens before, stretch) are
+held against that law. A stretch begins anywhere in a step and ends in a later one, maybe after several. Taking many
+from one request spares prefills, which are what takes time here. Seeds are fixed, so a test that passes goes on to.
+
+Tests that can fail: broken verifiers, proposers, noise and caches go through the same function, and must not fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from laws import accepted_law, chi_square, code, emitted_law
+from table import NUM_DRAFT, FirstWriteWins, OwnLaw, TableLM, joint_law, methods, proposer, scheme, schemes
+from torch import Tensor
+
+from specdec import method, rejection, sampling
+from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Verdict
+from specdec.engine import Engine
+from specdec.rejection import Verifier, block, match, standard
+
+ROWS = 64
+# of several lengths and with the same end, so that the rows of a batch are out of step; with the same set of tokens,
+# so that penalties take them for the same
+PROMPTS = [[0, 1], [1, 0, 1], [1, 0, 0, 0, 1]]
+PARAMS = SamplingParams(temperature=0.8)
+TABLE = TableLM.random(3, scale=0.7)
+ADVERSE = ("draft_model", {"model": "negated", "num_speculative_tokens": NUM_DRAFT, "draft_sample_method": "probabilistic"})
+
+LONG = [pytest.param(1, id=""), pytest.param(10, id="long", marks=pytest.mark.prove)]
+
+
+def decode(
+    target: TableLM, drafting: Proposer, verifier: Verifier, params: SamplingParams, num_requests: int, rows: int = ROWS
+) -> list[Request]:
+    """Run that many requests, each with a seed of its own; more than there are rows, so that rows are reused."""
+    engine = Engine(target, drafting, verifier, rows, prefill_chunk_size=2)
+    requests = [Request(str(i), PROMPTS[i % len(PROMPTS)], params, seed=i) for i in range(num_requests)]
+    assert sum(1 for _ in engine.run(requests)) == num_requests
+    return requests
+
+
+def misfit(
+    target: TableLM,
+    drafting: Proposer,
+    verifier: Verifier,
+    params: SamplingParams = PARAMS,
+    stretch: int = NUM_DRAFT + 1,
+    num_stretches: int = 16,
+    num_requests: int = 400,
+) -> float:
+    """Chi-square over its threshold, of the joint law of (two tokens before, stretch) against the exact one. Fits: below 1."""
+    vocab = target.vocab_size
+    params = params.model_copy(update={"max_tokens": stretch * num_stretches})
+    penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    assert num_stretches == 1 or not penalises, "with penalties the two tokens before do not tell the law"
+    requests = decode(target, drafting, verifier, params, num_requests)
+    # the last two of the prompt count as before: every stretch has two tokens before it
+    token_BL = torch.tensor([[*request.prompt_token_ids[-2:], *request.output_token_ids] for request in requests])
+    token_NL = token_BL.unfold(1, stretch + 2, stretch).flatten(0, 1)
+    count_CX = torch.bincount(code(token_NL, vocab), minlength=vocab ** (stretch + 2)).view(vocab**2, -1)
+    pairs = itertools.product(range(vocab), repeat=2)
+    law_CX = torch.stack([joint_law(target, pair, params, stretch) for pair in pairs])
+    # pairs after which the law is the same count as one
+    law_CX, same_C = law_CX.unique(dim=0, return_inverse=True)
+    count_CX = torch.zeros_like(law_CX, dtype=torch.int64).index_add_(0, same_C, count_CX)
+    statistic, threshold = chi_square(count_CX, count_CX.sum(1, keepdim=True) * law_CX)
+    return statistic / max(threshold, 1.0)
+
+
+def adverse(target: TableLM = TABLE) -> Proposer:
+    """Draws from a law that is nearly the contrary of the target's: most drafts are rejected somewhere."""
+    return proposer(ADVERSE, target)
+
+
+def of_law(q: list[float], num_draft: int, target: TableLM) -> Proposer:
+    """Draws every token from q."""
+    settings = {"model": TableLM.constant(q), "num_speculative_tokens": num_draft, "draft_sample_method": "probabilistic"}
+    return method.build("draft_model", target, **settings)
+
+
+# Every method with every lossless scheme
+
+
+@pytest.mark.parametrize("times", LONG)
+@pytest.mark.parametrize("name", schemes())
+@pytest.mark.parametrize("case", methods())
+def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> None:
+    assert misfit(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times) < 1
+
+
+@pytest.mark.parametrize("times", LONG)
+@pytest.mark.parametrize("name", ["standard", "block"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 1.2, "top_k": 2},
+        {"temperature": 1.2, "top_p": 0.75},
+        {"temperature": 1.2, "min_p": 0.4},
+        {"temperature": 0.9, "logit_bias": {0: -1.0, 2: 0.8}},
+        {"temperature": 0.9, "repetition_penalty": 1.6},
+        {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    ],
+    ids=lambda given: list(given)[1],
+)
+def test_joint_law_of_sampling_parameters(given: dict[str, Any], name: str, times: int) -> None:
+    """`match` is not here: with every parameter it gives what `none` gives, see test_engine.py."""
+    params = SamplingParams(**given)
+    law = joint_law(TABLE, [0, 1], params, 4)
+    plain = joint_law(TABLE, [0, 1], SamplingParams(temperature=params.temperature), 4)
+    assert float((law - plain).abs().sum()) / 2 > 0.1, "the parameter hardly matters here"
+    amount = (1, 1800) if "penalty" in list(given)[1] else (16, 400)
+    assert misfit(TABLE, adverse(), scheme(name), params, 4, amount[0], amount[1] * times) < 1
+
+
+@pytest.mark.parametrize("times", LONG)
+@pytest.mark.parametrize("name", schemes())
+def test_joint_law_of_many_rounds(name: str, times: int) -> None:
+    """Six tokens of a coin that the drafter has the wrong way round, K = 2: two to six rounds."""
+    target = TableLM.constant([0.3, 0.7])
+    assert misfit(target, of_law([0.7, 0.3], 2, target), scheme(name), PARAMS_1, 6, 20, 256 * times) < 1
+
+
+@pytest.mark.parametrize("times", LONG)
+@pytest.mark.parametrize("name", schemes())
+def test_joint_law_of_an_adverse_drafter(name: str, times: int) -> None:
+    """Sixteen tokens, likeliest where the target's are rarest."""
+    weight = np.geomspace(1, 30, 16)
+    p, q = (weight / weight.sum()).tolist(), (weight[::-1] / weight.sum()).tolist()
+    target = TableLM.constant(p)
+    assert misfit(target, of_law(q, 2, target), scheme(name), PARAMS_1, 2, 40, 256 * times) < 1
+
+
+PARAMS_1 = SamplingParams(temperature=1.0)
+
+
+# Broken ones, which must not fit
+
+
+def resample_from_p(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`standard` that forgets what a rejection says about the token."""
+    verdict = standard.verify(draft, p_BJV, u_BJ)
+    p_BV = p_BJV[torch.arange(len(p_BJV)), verdict.num_accepted_B]
+    return Verdict(verdict.num_accepted_B, sampling.inverse_cdf(p_BV, u_BJ[:, -1]))
+
+
+def accept_a_fifth_too_much(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    return standard.verify(draft, p_BJV, torch.cat([u_BJ[:, :-1] / 1.2, u_BJ[:, -1:]], 1))
+
+
+def block_without_p_tau(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`block` whose residual is that of `standard`."""
+    verdict = block.verify(draft, p_BJV, u_BJ)
+    residual_BV = standard.residual(draft, p_BJV, verdict.num_accepted_B)
+    return Verdict(verdict.num_accepted_B, sampling.inverse_cdf(residual_BV, u_BJ[:, -1]))
+
+
+def match_with_a_second_look(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`match` that draws the extra token anew, and so may draw what it has just refused."""
+    num_accepted_B = match.verify(draft, p_BJV, u_BJ).num_accepted_B
+    p_BV = p_BJV[torch.arange(len(p_BJV)), num_accepted_B]
+    return Verdict(num_accepted_B, sampling.inverse_cdf(p_BV, (u_BJ[:, 0] * 7919) % 1))
+
+
+@pytest.mark.parametrize(
+    ("verify", "keyed_by"),
+    [
+        (resample_from_p, "step"),
+        (accept_a_fifth_too_much, "step"),
+        (match_with_a_second_look, "position"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str) -> None:
+    assert misfit(TABLE, adverse(), Verifier("broken", True, keyed_by, verify)) > 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "fits"),
+    [
+        (Verifier("sound", True, "step", block.verify), True),
+        (Verifier("no p_tau", True, "step", block_without_p_tau), False),
+        # noise of a position that a round looked at and did not commit is no noise to the next round
+        (Verifier("noise by position", True, "position", block.verify), False),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_broken_block_verifiers_do_not_fit(broken: Verifier, fits: bool) -> None:
+    """On laws where the scale of the residual matters; over two tokens it never does."""
+    target = TableLM.constant([0.35, 0.32, 0.33])
+    drafting = of_law([0.04, 0.83, 0.13], 2, target)
+    assert (misfit(target, drafting, broken, PARAMS_1, 3, 120, 128) < 1) == fits
+
+
+@pytest.mark.parametrize("name", ["standard", "block"])
+def test_noise_that_draws_and_judges_does_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "DRAFT", sampling.VERIFY)
+    target = TableLM.constant([0.3, 0.7])
+    assert misfit(target, of_law([0.7, 0.3], 2, target), scheme(name), PARAMS_1, 6, 20, 256) > 1
+
+
+class WrongLaw(OwnLaw):
+    """Says it drew from a sharper law than it did."""
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        assert draft.q_BKV is not None
+        draft.q_BKV = (3 * draft.q_BKV.log()).softmax(-1)
+        return draft
+
+
+class Peeking(OwnLaw):
+    """Takes a token back if it is not to its liking: the length tells what the token was."""
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        liked_BK = draft.token_BK != 1
+        draft.length_B = draft.length_B.minimum(liked_BK.long().cumprod(-1).sum(-1))
+        return draft
+
+
+@pytest.mark.parametrize("name", ["standard", "block"])
+@pytest.mark.parametrize("proposing", [WrongLaw, Peeking])
+def test_broken_proposers_do_not_fit(proposing: type, name: str) -> None:
+    settings = {"model": f"{__name__}.{proposing.__name__}", "num_speculative_tokens": NUM_DRAFT}
+    assert misfit(TABLE, method.build("custom_class", TABLE, **settings), scheme(name)) > 1
+
+
+def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request per row, so that nothing else needs repair: `none` does not notice, a drafter does."""
+    target = TableLM.random(3, scale=0.7)
+    monkeypatch.setattr(target, "new_cache", FirstWriteWins)
+    amount: dict[str, Any] = {"num_requests": ROWS, "num_stretches": 60}
+    assert misfit(target, proposer(("none", {}), target), scheme("standard"), **amount) < 1
+    drafting = adverse(target)
+    assert misfit(target, drafting, scheme("standard"), **amount) > 1
+    monkeypatch.undo()
+    assert misfit(target, adverse(target), scheme("standard"), **amount) < 1
+
+
+# How much stands
+
+
+def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarray:
+    """Accepted tokens of every step with a full draft and no cut. Whether a draft is full depends on what was before it."""
+    steps = [step for r in requests for step in zip(r.stats.drafted, r.stats.accepted, r.stats.emitted, strict=True)]
+    return np.array([accepted for drafted, accepted, emitted in steps if drafted == num_draft])
+
+
+def test_acceptance_is_what_the_laws_say() -> None:
+    """K = 2, laws without context: the number that stands has a law per scheme. Block beats standard beats match."""
+    p, q = [0.35, 0.32, 0.33], [0.04, 0.83, 0.13]
+    prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
+    tables = dict.fromkeys(prefixes, p), dict.fromkeys(prefixes, q)
+    overlap = sum(a * b for a, b in zip(p, q, strict=True))
+    law = {"match": torch.tensor([1 - overlap, overlap * (1 - overlap), overlap**2])}
+    law |= {name: accepted_law(emitted_law(scheme(name), *tables, 3, 2), 2) for name in ("standard", "block")}
+
+    target, mean = TableLM.constant(p), {}
+    for name, law_J in law.items():
+        params = PARAMS_1.model_copy(update={"max_tokens": 300})
+        accepted = accepted_of_full_drafts(decode(target, of_law(q, 2, target), scheme(name), params, ROWS), 2)
+        statistic, threshold = chi_square(torch.from_numpy(np.bincount(accepted, minlength=3)), law_J)
+        assert statistic < threshold, name
+        mean[name] = accepted.mean()
+        assert abs(mean[name] - float(law_J @ torch.arange(3.0, dtype=law_J.dtype))) < 0.03, name
+    assert mean["match"] + 0.1 < mean["standard"] < mean["block"] - 0.01
+
+
+@pytest.mark.parametrize("name", schemes())
+@pytest.mark.parametrize("how", ["probabilistic", "greedy"])
+def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
+    """Where q is p, everything stands under standard and block. That needs a drafter's cache that is right at every step."""
+    settings = {"model": "same", "num_speculative_tokens": NUM_DRAFT, "draft_sample_method": how}
+    temperature = 0.8 if how == "probabilistic" else 0.0
+    params = SamplingParams(temperature=temperature, max_tokens=40)
+    requests = decode(TABLE, proposer(("draft_model", settings), TABLE), scheme(name), params, 40, rows=8)
+    stands = [r.stats.accepted == r.stats.drafted for r in requests]
+    assert all(stands) == (temperature == 0 or name != "match")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"synthetic_acceptance_rates": [0.8, 0.5, 0.2]}, [0.8, 0.5, 0.2]),
+        ({"synthetic_acceptance_length": 2.4}, [1.0, 0.4, 0.0]),
+    ],
+    ids=["rates", "length"],
+)
+def test_synthetic_rates_are_reached(given: dict[str, Any], rates: list[float], temperature: float) -> None:
+    """Whatever the drafter is worth: one that is the target, one that is its contrary."""
+    params = SamplingParams(temperature=temperature, max_tokens=100)
+    verifier = rejection.build("synthetic", NUM_DRAFT, **given)
+    for drafter in ("same", "negated"):
+        settings = {"model": drafter, "num_speculative_tokens": NUM_DRAFT, "draft_sample_method": "probabilistic"}
+        requests = decode(TABLE, proposer(("draft_model", settings), TABLE), verifier, params, 512, rows=512)
+        accepted = accepted_of_full_drafts(requests, NUM_DRAFT)
+        assert len(accepted) > 15_000
+        reached = [(accepted > i).mean() for i in range(NUM_DRAFT)]
+        assert np.abs(np.array(reached) - rates).max() < 1e-2
