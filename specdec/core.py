@@ -206,7 +206,7 @@ class Context:
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
     max_draft_B: [B] how many tokens may be drafted for the row (its budget may be below K).
     last_token_B: int64 on the device, the last committed token.
-    uniform_BK: float64 on the device, the request's own noise for drawing draft tokens.
+    uniform_BK: float64 on the device, the request's own noise for drawing draft tokens, if `needs_noise`.
     hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if `hidden_layers` asked for them;
         they stand at positions `length_B[b] - 1 - n .. length_B[b] - 2`.
     logits_BV: the target's raw logits that the last token was chosen from, if `needs_logits`.
@@ -218,7 +218,7 @@ class Context:
     length_B: np.ndarray
     max_draft_B: np.ndarray
     last_token_B: Tensor
-    uniform_BK: Tensor
+    uniform_BK: Tensor | None = None
     hidden: list[Tensor] | None = None
     logits_BV: Tensor | None = None
 
@@ -237,7 +237,8 @@ class Proposer(Protocol):
 
     num_speculative_tokens: int
     hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
-    needs_logits: bool
+    needs_logits: bool  # the logits that the last token was chosen from
+    needs_noise: bool  # uniforms to draw with
 
     def begin(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
@@ -261,6 +262,7 @@ class Silent:
     num_speculative_tokens = 0
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
+    needs_noise = False
 
     def begin(self, row: int, request: Request) -> None:
         pass

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,9 @@ import torch
 from torch import Tensor
 
 from specdec import sampling
-from specdec.core import Context, Draft, Proposer, Request, RequestStats, Verdict
+from specdec.core import Context, Draft, Proposer, Request, RequestStats
 from specdec.kv import SlotCache, end_to_end, side_by_side
 from specdec.rejection import Verifier
-from specdec.rejection.match import compare
 from specdec.target import CausalLM
 
 EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
@@ -74,7 +74,6 @@ class Engine:
         self.began_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
         self.stop_RV = np.zeros((max_batch_size, target.vocab_size), dtype=bool)  # tokens that end the request
         self.token_RL = np.zeros((max_batch_size, 0), dtype=np.int64)  # committed tokens
-        self.last_token_R = torch.zeros(max_batch_size, dtype=torch.int64, device=target.device)
         self.hidden_R: list[list[Tensor]] = [[] for _ in range(max_batch_size)]
         self.logits_RV: Tensor | None = None  # what the last token was chosen from, if the proposer asks for it
         self.counts_RV: tuple[Tensor, Tensor] | None = None  # of prompt and output tokens, if some request penalises
@@ -205,7 +204,8 @@ class Engine:
         length_B = self.length_R[rows]
         assert (self.cached_R[rows] == length_B - 1).all(), "the target's cache must hold every committed token but the last"
         clock = Clock(self.target.device)
-        draft = self.proposer.propose(self._context(rows, length_B))
+        context = self._context(rows, length_B)
+        draft = self.proposer.propose(context)
         num_draft = int(draft.length_B.max())
         draft.token_BK = draft.token_BK[:, :num_draft]
         if draft.q_BKV is not None:
@@ -213,7 +213,7 @@ class Engine:
         clock.mark()
 
         count_B = draft.length_B.numpy() + 1
-        token_BJ = torch.cat([self.last_token_R[self._on_device(rows)].unsqueeze(1), draft.token_BK], 1)
+        token_BJ = torch.cat([context.last_token_B.unsqueeze(1), draft.token_BK], 1)
         # the forward takes rows 0 .. last; a row among them that decodes nothing takes part with no tokens
         start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows], count_R[rows] = length_B - 1, count_B
@@ -223,8 +223,10 @@ class Engine:
         return self._commit(rows, draft, self._verify(rows, draft, out.logits), clock, out.hidden_NTD)
 
     def _context(self, rows: np.ndarray, length_B: np.ndarray) -> Context:
-        num_draft, on_device = self.proposer.num_speculative_tokens, self._on_device(rows)
-        uniform_BK = sampling.uniforms(self.seed_R[rows, None], sampling.DRAFT, self.step_R[rows, None], np.arange(num_draft))
+        num_draft, uniform_BK = self.proposer.num_speculative_tokens, None
+        if self.proposer.needs_noise:
+            seed_B1, step_B1 = self.seed_R[rows, None], self.step_R[rows, None]
+            uniform_BK = self._on_device(sampling.uniforms(seed_B1, sampling.DRAFT, step_B1, np.arange(num_draft)))
         hidden = None
         if self.proposer.hidden_layers:
             hidden = [torch.cat(self.hidden_R[row]) for row in rows]
@@ -237,18 +239,18 @@ class Engine:
             length_B=length_B,
             # a step emits at least one token of its own, so more than the rest of the budget less one is waste
             max_draft_B=np.minimum(num_draft, self.limit_R[rows] - length_B - 1),
-            last_token_B=self.last_token_R[on_device],
-            uniform_BK=torch.from_numpy(uniform_BK).to(self.target.device, non_blocking=True),
+            last_token_B=self._on_device(self.token_RL[rows, length_B - 1]),
+            uniform_BK=uniform_BK,
             hidden=hidden,
-            logits_BV=None if self.logits_RV is None else self.logits_RV[on_device],
+            logits_BV=None if self.logits_RV is None else self.logits_RV[self._on_device(rows)],
         )
 
-    def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> Verdict:
-        """Logits of each row's last token and draft, end to end, to a verdict."""
+    def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> Told:
+        """Logits of each row's last token and draft, end to end, to a verdict on the host: the step's one synchronisation."""
         params = [self._request(row).params for row in rows]
         count_B, num_positions = draft.length_B.numpy() + 1, draft.token_BK.shape[1] + 1
         if self.verifier.lossless and all(p.greedy and p.plain for p in params):
-            verdict = compare(draft, side_by_side(logits_NV.argmax(-1), count_B, num_positions))
+            told = self._verify_greedy(draft, logits_NV)
         else:
             logits_BJV = side_by_side(logits_NV, count_B, num_positions)
             if not all(p.plain for p in params):
@@ -256,12 +258,30 @@ class Engine:
             row_N = torch.arange(len(rows), device=logits_NV.device).repeat_interleave(num_positions)
             p_BJV = sampling.probs(logits_BJV.flatten(0, 1), params, row_N).view_as(logits_BJV)
             verdict = self.verifier(draft, p_BJV, self._noise(rows, num_positions))
+            columns = [verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK]
+            host = torch.cat(columns, 1).cpu().numpy()
+            told = Told(host[:, 0], host[:, 1], host[:, 2:])
         if self.proposer.needs_logits:
             if self.logits_RV is None:
                 self.logits_RV = logits_NV.new_zeros(self.max_batch_size, logits_NV.shape[-1])
-            first_B = torch.from_numpy(np.cumsum(count_B) - count_B).to(logits_NV.device)
-            self.logits_RV[self._on_device(rows)] = logits_NV[first_B + verdict.num_accepted_B]
-        return verdict
+            chosen_B = np.cumsum(count_B) - count_B + told.accepted_B
+            self.logits_RV[self._on_device(rows)] = logits_NV[self._on_device(chosen_B)]
+        return told
+
+    def _verify_greedy(self, draft: Draft, logits_NV: Tensor) -> Told:
+        """`match.compare` with the argmax, on the host: what every lossless scheme comes to when all rows are greedy."""
+        count_B, (num_rows, num_draft) = draft.length_B.numpy() + 1, draft.token_BK.shape
+        best = logits_NV.max(-1).indices  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
+        host = torch.cat([draft.token_BK.flatten(), best]).cpu().numpy()
+        draft_BK, best_N = host[: num_rows * num_draft].reshape(num_rows, num_draft), host[num_rows * num_draft :]
+        first_B = np.cumsum(count_B) - count_B
+        if num_draft == 0:
+            return Told(np.zeros(num_rows, dtype=np.int64), best_N, draft_BK)
+        position_K = np.arange(num_draft)
+        best_BK = best_N[first_B[:, None] + np.minimum(position_K, count_B[:, None] - 1)]
+        wrong_BK = (draft_BK != best_BK) | (position_K >= count_B[:, None] - 1)
+        accepted_B = np.where(wrong_BK.any(1), wrong_BK.argmax(1), num_draft)
+        return Told(accepted_B, best_N[first_B + accepted_B], draft_BK)
 
     def _adjust(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
         prompt_BV, output_BV = (None, None) if self.counts_RV is None else (c[self._on_device(rows)] for c in self.counts_RV)
@@ -285,18 +305,15 @@ class Engine:
         else:
             index, column = self.step_R[rows, None], np.where(position_J == num_positions - 1, EXTRA, position_J)
         u_BJ = sampling.uniforms(seed_B1, sampling.VERIFY, index, column)
-        return torch.from_numpy(u_BJ).to(self.target.device, non_blocking=True)
+        return self._on_device(u_BJ)
 
     def _commit(
-        self, rows: np.ndarray, draft: Draft, verdict: Verdict, clock: Clock, hidden_NTD: Tensor | None = None
+        self, rows: np.ndarray, draft: Draft, told: Told, clock: Clock, hidden_NTD: Tensor | None = None
     ) -> list[Request]:
         """Append what stands, cut at a stop, count, and let finished requests go."""
-        self.last_token_R[self._on_device(rows)] = verdict.token_B
-        told_BJ = torch.cat([verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK], 1)
-        told = told_BJ.cpu().numpy()  # the step's one synchronisation
-        accepted_B, length_B, num_rows = told[:, 0], self.length_R[rows], len(rows)
-        emit_BJ = np.concatenate([told[:, 2:], told[:, 1:2]], 1)
-        emit_BJ[np.arange(num_rows), accepted_B] = told[:, 1]
+        accepted_B, length_B, num_rows = told.accepted_B, self.length_R[rows], len(rows)
+        emit_BJ = np.concatenate([told.draft_BK, told.token_B[:, None]], 1)
+        emit_BJ[np.arange(num_rows), accepted_B] = told.token_B
 
         # stop rules: what comes after a stop token, a stop string or the length limit is neither output nor accepted
         position_J = np.arange(emit_BJ.shape[1])
@@ -393,6 +410,15 @@ class Engine:
                 request.text, request.stop_reason = text[:end], stop
                 return keep
         return 0
+
+
+@dataclass
+class Told:
+    """A verdict and the drafts it is about, on the host."""
+
+    accepted_B: np.ndarray
+    token_B: np.ndarray
+    draft_BK: np.ndarray
 
 
 class Clock:

@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-
 from typing import Any
 
 import numpy as np
@@ -113,9 +112,11 @@ class TableLM(CausalLM):
         hidden_layers: tuple[int, ...] = (),
     ) -> Output:
         token_N = token_N.numpy()
-        assert len(token_N) == length_B.sum() > 0 and len(start_B) == len(length_B)
+        assert len(token_N) == length_B.sum() > 0
+        assert len(start_B) == len(length_B)
         assert ((token_N >= 0) & (token_N < self.vocab_size)).all(), f"no tokens: {token_N}"
-        assert first_row + len(start_B) <= cache.rows and (start_B + length_B).max() <= cache.slots
+        assert first_row + len(start_B) <= cache.rows
+        assert (start_B + length_B).max() <= min(cache.slots, self.max_model_len)
         row_N = np.repeat(np.arange(first_row, first_row + len(start_B)), length_B)
         slot_N = np.arange(len(token_N)) + np.repeat(start_B - np.cumsum(length_B) + length_B, length_B)
         cache.write(row_N, slot_N, token_N)
@@ -123,7 +124,7 @@ class TableLM(CausalLM):
         # a token looks at every slot up to its own, as attention does
         seen_NS = cache.token_RS[row_N, : int(slot_N.max()) + 1]
         unwritten_NS = (seen_NS == POISON) & (np.arange(seen_NS.shape[1]) <= slot_N[:, None])
-        assert not unwritten_NS.any(), f"slots that were never written are read: {np.argwhere(unwritten_NS).tolist()}"
+        assert not unwritten_NS.any(), f"never written, but read: {np.argwhere(unwritten_NS).tolist()}"
         each_N = np.arange(len(token_N))
         last_N = seen_NS[each_N, slot_N]
         before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
@@ -131,8 +132,11 @@ class TableLM(CausalLM):
         keep_N = each_N
         if last_only:  # of a row without tokens, some other token, as CausalLM has it
             keep_N = (np.cumsum(length_B) - 1).clip(0)
-        logits = torch.from_numpy(self.table[before_N[keep_N], last_N[keep_N]])
-        return Output(logits, self._hidden(last_N, slot_N, hidden_layers) if hidden_layers else None)
+        logits = self._logits(before_N[keep_N], last_N[keep_N], slot_N[keep_N])
+        return Output(torch.from_numpy(logits), self._hidden(last_N, slot_N, hidden_layers) if hidden_layers else None)
+
+    def _logits(self, before_N: np.ndarray, last_N: np.ndarray, slot_N: np.ndarray) -> np.ndarray:
+        return self.table[before_N, last_N]
 
     def _hidden(self, token_N: np.ndarray, slot_N: np.ndarray, layers: tuple[int, ...]) -> Tensor:
         assert all(0 <= layer <= self.num_layers for layer in layers)
@@ -216,21 +220,18 @@ def joint_law(model: TableLM, prompt: Sequence[int], params: SamplingParams, cou
 
 NUM_DRAFT = 3  # K of every case; a stretch of K + 1 tokens is what a step emits at most
 
-# What a method is built with, under the name of the case. A method that has a YAML and no line here is built as its YAML says.
-_OF_LENGTH = {"num_speculative_tokens": NUM_DRAFT}
+# What a method is built with, under the name of the case. A method without a line here is built as its YAML says.
+_K = {"num_speculative_tokens": NUM_DRAFT}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {"none": {}},
-    "ngram": {"ngram": _OF_LENGTH | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
-    "suffix": {"suffix": _OF_LENGTH | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0}},
+    "ngram": {"ngram": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
+    "suffix": {"suffix": _K | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0}},
     "draft_model": {
-        f"{how}-{drafter}": _OF_LENGTH | {"model": drafter, "draft_sample_method": how}
+        f"{how}-{drafter}": _K | {"model": drafter, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
         for drafter in ("same", "noisy", "negated")
     },
-    "custom_class": {
-        "own-law": _OF_LENGTH | {"model": "table.OwnLaw"},
-        "ragged": _OF_LENGTH | {"model": "table.Ragged"},
-    },
+    "custom_class": {"own-law": _K | {"model": "table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
 }
 
 
@@ -266,8 +267,10 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
     if model == "same":
         settings = settings | {"model": target}
     elif model in ("noisy", "negated"):
-        of_table = {"noisy": lambda: target.noisy(1.0), "negated": target.negated} if isinstance(target, TableLM) else {}
-        settings = settings | {"model": drafters[model] if model in drafters else of_table[model]()}
+        if model not in drafters:
+            assert isinstance(target, TableLM)
+            drafters = {"noisy": target.noisy(1.0), "negated": target.negated()}
+        settings = settings | {"model": drafters[model]}
     return method.build(name, target, **settings)
 
 

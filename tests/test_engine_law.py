@@ -27,18 +27,26 @@ from specdec.engine import Engine
 from specdec.rejection import Verifier, block, match, standard
 
 ROWS = 64
+STRETCH = NUM_DRAFT + 1
 # of several lengths and with the same end, so that the rows of a batch are out of step; with the same set of tokens,
 # so that penalties take them for the same
 PROMPTS = [[0, 1], [1, 0, 1], [1, 0, 0, 0, 1]]
-PARAMS = SamplingParams(temperature=0.8)
+PARAMS = SamplingParams(temperature=0.8, max_tokens=16 * STRETCH)
 TABLE = TableLM.random(3, scale=0.7)
-ADVERSE = ("draft_model", {"model": "negated", "num_speculative_tokens": NUM_DRAFT, "draft_sample_method": "probabilistic"})
+# laws over three tokens where block gains most, and where its details matter
+P_OF_BLOCK, Q_OF_BLOCK = [0.35, 0.32, 0.33], [0.04, 0.83, 0.13]
 
-LONG = [pytest.param(1, id=""), pytest.param(10, id="long", marks=pytest.mark.prove)]
+LONG = pytest.param(10, id="long", marks=pytest.mark.prove)
+TIMES = pytest.mark.parametrize("times", [pytest.param(1, id="short"), LONG])
 
 
 def decode(
-    target: TableLM, drafting: Proposer, verifier: Verifier, params: SamplingParams, num_requests: int, rows: int = ROWS
+    target: TableLM,
+    drafting: Proposer,
+    verifier: Verifier,
+    params: SamplingParams = PARAMS,
+    num_requests: int = 400,
+    rows: int = ROWS,
 ) -> list[Request]:
     """Run that many requests, each with a seed of its own; more than there are rows, so that rows are reused."""
     engine = Engine(target, drafting, verifier, rows, prefill_chunk_size=2)
@@ -47,22 +55,12 @@ def decode(
     return requests
 
 
-def misfit(
-    target: TableLM,
-    drafting: Proposer,
-    verifier: Verifier,
-    params: SamplingParams = PARAMS,
-    stretch: int = NUM_DRAFT + 1,
-    num_stretches: int = 16,
-    num_requests: int = 400,
-) -> float:
+def misfit(target: TableLM, requests: list[Request], stretch: int = STRETCH) -> float:
     """Chi-square over its threshold, of the joint law of (two tokens before, stretch) against the exact one. Fits: below 1."""
-    vocab = target.vocab_size
-    params = params.model_copy(update={"max_tokens": stretch * num_stretches})
+    vocab, params = target.vocab_size, requests[0].params
     penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    assert num_stretches == 1 or not penalises, "with penalties the two tokens before do not tell the law"
-    requests = decode(target, drafting, verifier, params, num_requests)
-    # the last two of the prompt count as before: every stretch has two tokens before it
+    assert params.max_tokens == stretch or not penalises, "with penalties the two tokens before do not tell the law"
+    # the last two of the prompt count as before, so that every stretch has two tokens before it
     token_BL = torch.tensor([[*request.prompt_token_ids[-2:], *request.output_token_ids] for request in requests])
     token_NL = token_BL.unfold(1, stretch + 2, stretch).flatten(0, 1)
     count_CX = torch.bincount(code(token_NL, vocab), minlength=vocab ** (stretch + 2)).view(vocab**2, -1)
@@ -75,28 +73,41 @@ def misfit(
     return statistic / max(threshold, 1.0)
 
 
+def drafts_of(model: str | TableLM, target: TableLM, how: str = "probabilistic", num_draft: int = NUM_DRAFT) -> Proposer:
+    settings = {"model": model, "num_speculative_tokens": num_draft, "draft_sample_method": how}
+    return proposer(("draft_model", settings), target)
+
+
 def adverse(target: TableLM = TABLE) -> Proposer:
     """Draws from a law that is nearly the contrary of the target's: most drafts are rejected somewhere."""
-    return proposer(ADVERSE, target)
+    return drafts_of("negated", target)
 
 
 def of_law(q: list[float], num_draft: int, target: TableLM) -> Proposer:
     """Draws every token from q."""
-    settings = {"model": TableLM.constant(q), "num_speculative_tokens": num_draft, "draft_sample_method": "probabilistic"}
-    return method.build("draft_model", target, **settings)
+    return drafts_of(TableLM.constant(q), target, num_draft=num_draft)
+
+
+def plain(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=max_tokens)
 
 
 # Every method with every lossless scheme
 
 
-@pytest.mark.parametrize("times", LONG)
+@TIMES
 @pytest.mark.parametrize("name", schemes())
 @pytest.mark.parametrize("case", methods())
 def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> None:
-    assert misfit(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times) < 1
+    requests = decode(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times)
+    assert misfit(TABLE, requests) < 1
+    drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
+    assert (drafted > 0) == (case[0] != "none")
+    if drafted and case[1].get("model") != "same":
+        assert 0.05 < accepted / drafted < 0.95, "drafts that always stand, or never do, try little"
 
 
-@pytest.mark.parametrize("times", LONG)
+@TIMES
 @pytest.mark.parametrize("name", ["standard", "block"])
 @pytest.mark.parametrize(
     "given",
@@ -112,33 +123,33 @@ def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> N
 )
 def test_joint_law_of_sampling_parameters(given: dict[str, Any], name: str, times: int) -> None:
     """`match` is not here: with every parameter it gives what `none` gives, see test_engine.py."""
-    params = SamplingParams(**given)
-    law = joint_law(TABLE, [0, 1], params, 4)
-    plain = joint_law(TABLE, [0, 1], SamplingParams(temperature=params.temperature), 4)
-    assert float((law - plain).abs().sum()) / 2 > 0.1, "the parameter hardly matters here"
-    amount = (1, 1800) if "penalty" in list(given)[1] else (16, 400)
-    assert misfit(TABLE, adverse(), scheme(name), params, 4, amount[0], amount[1] * times) < 1
+    penalises = "penalty" in list(given)[1]
+    params = SamplingParams(**given, max_tokens=STRETCH if penalises else 16 * STRETCH)
+    law = joint_law(TABLE, [0, 1], params, STRETCH)
+    without = joint_law(TABLE, [0, 1], SamplingParams(temperature=params.temperature), STRETCH)
+    assert float((law - without).abs().sum()) / 2 > 0.1, "the parameter hardly matters here"
+    num_requests = 1800 if penalises else 400
+    assert misfit(TABLE, decode(TABLE, adverse(), scheme(name), params, num_requests * times)) < 1
 
 
-@pytest.mark.parametrize("times", LONG)
+@TIMES
 @pytest.mark.parametrize("name", schemes())
 def test_joint_law_of_many_rounds(name: str, times: int) -> None:
     """Six tokens of a coin that the drafter has the wrong way round, K = 2: two to six rounds."""
     target = TableLM.constant([0.3, 0.7])
-    assert misfit(target, of_law([0.7, 0.3], 2, target), scheme(name), PARAMS_1, 6, 20, 256 * times) < 1
+    requests = decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256 * times)
+    assert misfit(target, requests, 6) < 1
 
 
-@pytest.mark.parametrize("times", LONG)
+@TIMES
 @pytest.mark.parametrize("name", schemes())
 def test_joint_law_of_an_adverse_drafter(name: str, times: int) -> None:
     """Sixteen tokens, likeliest where the target's are rarest."""
     weight = np.geomspace(1, 30, 16)
     p, q = (weight / weight.sum()).tolist(), (weight[::-1] / weight.sum()).tolist()
     target = TableLM.constant(p)
-    assert misfit(target, of_law(q, 2, target), scheme(name), PARAMS_1, 2, 40, 256 * times) < 1
-
-
-PARAMS_1 = SamplingParams(temperature=1.0)
+    requests = decode(target, of_law(q, 2, target), scheme(name), plain(2 * 40), 256 * times)
+    assert misfit(target, requests, 2) < 1
 
 
 # Broken ones, which must not fit
@@ -151,8 +162,9 @@ def resample_from_p(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     return Verdict(verdict.num_accepted_B, sampling.inverse_cdf(p_BV, u_BJ[:, -1]))
 
 
-def accept_a_fifth_too_much(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
-    return standard.verify(draft, p_BJV, torch.cat([u_BJ[:, :-1] / 1.2, u_BJ[:, -1:]], 1))
+def accept_too_much(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`standard` that accepts up to 1.4 p / q."""
+    return standard.verify(draft, p_BJV, torch.cat([u_BJ[:, :-1] / 1.4, u_BJ[:, -1:]], 1))
 
 
 def block_without_p_tau(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
@@ -171,43 +183,40 @@ def match_with_a_second_look(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdi
 
 @pytest.mark.parametrize(
     ("verify", "keyed_by"),
-    [
-        (resample_from_p, "step"),
-        (accept_a_fifth_too_much, "step"),
-        (match_with_a_second_look, "position"),
-    ],
+    [(resample_from_p, "step"), (accept_too_much, "step"), (match_with_a_second_look, "position")],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str) -> None:
-    assert misfit(TABLE, adverse(), Verifier("broken", True, keyed_by, verify)) > 1
+    assert misfit(TABLE, decode(TABLE, adverse(), Verifier("broken", True, keyed_by, verify))) > 1
 
 
 @pytest.mark.parametrize(
-    ("broken", "fits"),
+    ("verify", "keyed_by", "fits"),
     [
-        (Verifier("sound", True, "step", block.verify), True),
-        (Verifier("no p_tau", True, "step", block_without_p_tau), False),
-        # noise of a position that a round looked at and did not commit is no noise to the next round
-        (Verifier("noise by position", True, "position", block.verify), False),
+        (block.verify, "step", True),
+        (block_without_p_tau, "step", False),
+        # the noise of a position that a round looked at and did not commit is no fresh noise to the next round
+        (block.verify, "position", False),
     ],
-    ids=lambda value: getattr(value, "name", ""),
+    ids=["sound", "no-p-tau", "by-position"],
 )
-def test_broken_block_verifiers_do_not_fit(broken: Verifier, fits: bool) -> None:
-    """On laws where the scale of the residual matters; over two tokens it never does."""
-    target = TableLM.constant([0.35, 0.32, 0.33])
-    drafting = of_law([0.04, 0.83, 0.13], 2, target)
-    assert (misfit(target, drafting, broken, PARAMS_1, 3, 120, 128) < 1) == fits
+def test_broken_block_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str, fits: bool) -> None:
+    """On laws for which the scale of the residual matters (over two tokens it never does)."""
+    target = TableLM.constant(P_OF_BLOCK)
+    drafting, verifier = of_law(Q_OF_BLOCK, 2, target), Verifier("maybe", True, keyed_by, verify)
+    assert (misfit(target, decode(target, drafting, verifier, plain(3 * 120), 128), 3) < 1) == fits
 
 
 @pytest.mark.parametrize("name", ["standard", "block"])
 def test_noise_that_draws_and_judges_does_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coin of `test_joint_law_of_many_rounds`, which fits there."""
     monkeypatch.setattr(sampling, "DRAFT", sampling.VERIFY)
     target = TableLM.constant([0.3, 0.7])
-    assert misfit(target, of_law([0.7, 0.3], 2, target), scheme(name), PARAMS_1, 6, 20, 256) > 1
+    assert misfit(target, decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256), 6) > 1
 
 
 class WrongLaw(OwnLaw):
-    """Says it drew from a sharper law than it did."""
+    """Says that it drew from a sharper law than it did."""
 
     def propose(self, context: Context) -> Draft:
         draft = super().propose(context)
@@ -217,7 +226,7 @@ class WrongLaw(OwnLaw):
 
 
 class Peeking(OwnLaw):
-    """Takes a token back if it is not to its liking: the length tells what the token was."""
+    """Takes a token back if it is not to its liking: the length then tells what the token was."""
 
     def propose(self, context: Context) -> Draft:
         draft = super().propose(context)
@@ -229,20 +238,23 @@ class Peeking(OwnLaw):
 @pytest.mark.parametrize("name", ["standard", "block"])
 @pytest.mark.parametrize("proposing", [WrongLaw, Peeking])
 def test_broken_proposers_do_not_fit(proposing: type, name: str) -> None:
-    settings = {"model": f"{__name__}.{proposing.__name__}", "num_speculative_tokens": NUM_DRAFT}
-    assert misfit(TABLE, method.build("custom_class", TABLE, **settings), scheme(name)) > 1
+    model = f"{__name__}.{proposing.__name__}"
+    drafting = method.build("custom_class", TABLE, model=model, num_speculative_tokens=NUM_DRAFT)
+    assert misfit(TABLE, decode(TABLE, drafting, scheme(name))) > 1
 
 
 def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request per row, so that nothing else needs repair: `none` does not notice, a drafter does."""
-    target = TableLM.random(3, scale=0.7)
+    """One request per row, so that nothing else wants overwriting: `none` does not notice, a drafter does."""
+    target, params = TableLM.random(3, scale=0.7), PARAMS.model_copy(update={"max_tokens": 60 * STRETCH})
+
+    def of(drafting: Proposer) -> float:
+        return misfit(target, decode(target, drafting, scheme("standard"), params, ROWS))
+
     monkeypatch.setattr(target, "new_cache", FirstWriteWins)
-    amount: dict[str, Any] = {"num_requests": ROWS, "num_stretches": 60}
-    assert misfit(target, proposer(("none", {}), target), scheme("standard"), **amount) < 1
-    drafting = adverse(target)
-    assert misfit(target, drafting, scheme("standard"), **amount) > 1
+    assert of(method.build("none", target)) < 1
+    assert of(adverse()) > 1
     monkeypatch.undo()
-    assert misfit(target, adverse(target), scheme("standard"), **amount) < 1
+    assert of(adverse()) < 1
 
 
 # How much stands
@@ -256,7 +268,7 @@ def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarr
 
 def test_acceptance_is_what_the_laws_say() -> None:
     """K = 2, laws without context: the number that stands has a law per scheme. Block beats standard beats match."""
-    p, q = [0.35, 0.32, 0.33], [0.04, 0.83, 0.13]
+    p, q = P_OF_BLOCK, Q_OF_BLOCK
     prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
     tables = dict.fromkeys(prefixes, p), dict.fromkeys(prefixes, q)
     overlap = sum(a * b for a, b in zip(p, q, strict=True))
@@ -265,8 +277,8 @@ def test_acceptance_is_what_the_laws_say() -> None:
 
     target, mean = TableLM.constant(p), {}
     for name, law_J in law.items():
-        params = PARAMS_1.model_copy(update={"max_tokens": 300})
-        accepted = accepted_of_full_drafts(decode(target, of_law(q, 2, target), scheme(name), params, ROWS), 2)
+        requests = decode(target, of_law(q, 2, target), scheme(name), plain(300), ROWS)
+        accepted = accepted_of_full_drafts(requests, 2)
         statistic, threshold = chi_square(torch.from_numpy(np.bincount(accepted, minlength=3)), law_J)
         assert statistic < threshold, name
         mean[name] = accepted.mean()
@@ -278,10 +290,9 @@ def test_acceptance_is_what_the_laws_say() -> None:
 @pytest.mark.parametrize("how", ["probabilistic", "greedy"])
 def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
     """Where q is p, everything stands under standard and block. That needs a drafter's cache that is right at every step."""
-    settings = {"model": "same", "num_speculative_tokens": NUM_DRAFT, "draft_sample_method": how}
     temperature = 0.8 if how == "probabilistic" else 0.0
     params = SamplingParams(temperature=temperature, max_tokens=40)
-    requests = decode(TABLE, proposer(("draft_model", settings), TABLE), scheme(name), params, 40, rows=8)
+    requests = decode(TABLE, drafts_of("same", TABLE, how), scheme(name), params, 40, rows=8)
     stands = [r.stats.accepted == r.stats.drafted for r in requests]
     assert all(stands) == (temperature == 0 or name != "match")
 
@@ -300,8 +311,7 @@ def test_synthetic_rates_are_reached(given: dict[str, Any], rates: list[float], 
     params = SamplingParams(temperature=temperature, max_tokens=100)
     verifier = rejection.build("synthetic", NUM_DRAFT, **given)
     for drafter in ("same", "negated"):
-        settings = {"model": drafter, "num_speculative_tokens": NUM_DRAFT, "draft_sample_method": "probabilistic"}
-        requests = decode(TABLE, proposer(("draft_model", settings), TABLE), verifier, params, 512, rows=512)
+        requests = decode(TABLE, drafts_of(drafter, TABLE), verifier, params, 512, rows=512)
         accepted = accepted_of_full_drafts(requests, NUM_DRAFT)
         assert len(accepted) > 15_000
         reached = [(accepted > i).mean() for i in range(NUM_DRAFT)]

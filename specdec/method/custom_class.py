@@ -1,12 +1,12 @@
 """A proposer of the user's own: `model="package.module.Class"`.
 
 The class gets the whole context: tokens, hidden states (set `hidden_layers`), the target's last logits (set `needs_logits`),
-sampling parameters, and noise to draw from; it may return laws. It is written like any file in this directory:
+sampling parameters, and noise to draw with (set `needs_noise`); it may return laws. It is written like any file here:
 
     class Mine:
         def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
         def propose(self, context) -> Draft | list[list[int]]: ...
-        # optional: begin(row, request), end(row), hidden_layers, needs_logits, more_bytes, reserve
+        # optional: begin(row, request), end(row), hidden_layers, needs_logits, needs_noise, more_bytes, reserve
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class CustomClass(Silent):
         self.own = load(model, available)
         self.hidden_layers = tuple(getattr(self.own, "hidden_layers", ()))
         self.needs_logits = bool(getattr(self.own, "needs_logits", False))
+        self.needs_noise = bool(getattr(self.own, "needs_noise", False))
 
     def begin(self, row: int, request: Request) -> None:
         if hasattr(self.own, "begin"):

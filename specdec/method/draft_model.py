@@ -56,7 +56,7 @@ class DraftModel:
             )
         self.max_model_len = max_model_len or self.model.max_model_len
         self.num_speculative_tokens = num_speculative_tokens
-        self.probabilistic = draft_sample_method == "probabilistic"
+        self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
         self.cache = self.model.new_cache()
         self.written_R: dict[int, int] = {}  # tokens of each row that the cache holds, drafts included
 
@@ -96,6 +96,7 @@ class DraftModel:
         for k in range(num_draft):
             logits_BV = self._forward(rows, token_N, start_B, count_B)
             if self.probabilistic:
+                assert context.uniform_BK is not None
                 tempered_BV = logits_BV.float() / temperature_B1.clamp(min=1e-6)
                 argmax_BV = sampling.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1])
                 q_BV = torch.where(temperature_B1 == 0, argmax_BV, tempered_BV.softmax(-1))

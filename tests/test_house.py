@@ -1,0 +1,178 @@
+"""The rules of the house that a machine can check: imports run downwards, groups mirror files, names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec import method, rejection
+from specdec.config import CONF, read
+from specdec.llm import SpeculativeConfig
+
+ROOT = CONF.parent
+PACKAGE = ROOT / "specdec"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).rglob("*.py"))
+MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML file
+YAMLS = sorted(CONF.glob("*/*.yaml"))
+
+# A module imports from those to its left only. A module that is not here fails the test: it needs a place.
+ORDER = (
+    "core", "sampling", "stats", "kv", "linear", "hub", "target", "rejection", "method", "engine", "llm",
+    "tasks", "cost", "bench", "track", "report", "config",
+)  # fmt: skip
+
+
+def short(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, full dotted name) of everything that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{short(path)}:{node.lineno}: a relative import hides where it leads"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def place(name: str) -> str | None:
+    """Which entry of ORDER a dotted name belongs to; None for what is not of this package, or its version."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "specdec" and len(parts) > 1 and not parts[1].startswith("__") else None
+
+
+# ---------------------------------------------------------------------------------------------- imports
+
+
+def test_every_module_has_a_place() -> None:
+    top = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} - {"__init__"}
+    assert top == set(ORDER)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_imports_run_downwards(path: Path) -> None:
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own == "__init__":
+        return  # the front door opens on everything, and only when asked
+    below = {None, *ORDER[: ORDER.index(own) + 1]}
+    upward = [(line, name) for line, name in imports(path) if place(name) not in below]
+    assert not upward, f"{short(path)} may import {below} only"
+
+
+@pytest.mark.parametrize("group", MIRRORED)
+def test_files_of_a_group_do_not_know_each_other_in_a_circle(group: str) -> None:
+    """A scheme may lean on another's functions (`block` on `standard`), but not the other way round too."""
+    seen: dict[str, set[str]] = {}
+    for path in (PACKAGE / group).glob("*.py"):
+        names = {name.split(".")[2] for _, name in imports(path) if name.startswith(f"specdec.{group}.")}
+        seen[path.stem] = {name for name in names if (PACKAGE / group / f"{name}.py").exists()}
+    while leaves := {name for name, uses in seen.items() if not uses & set(seen)}:
+        seen = {name: uses for name, uses in seen.items() if name not in leaves}
+    assert not seen, f"a circle among {sorted(seen)}"
+
+
+def test_the_library_never_imports_a_script_or_a_test() -> None:
+    scripts = {path.stem for path in SCRIPTS} | {"eval", "train", "tests", "laws", "table"}
+    for path in MODULES:
+        for line, name in imports(path):
+            assert name.split(".")[0] not in scripts, f"{short(path)}:{line} imports {name}"
+
+
+def test_hydra_is_imported_by_config_and_scripts_only() -> None:
+    for path in MODULES:
+        if path == PACKAGE / "config.py":
+            continue
+        for line, name in imports(path):
+            assert name.split(".")[0] not in ("hydra", "omegaconf"), f"{short(path)}:{line} imports {name}"
+
+
+def test_scripts_shadow_nothing() -> None:
+    """`python eval/x.py` puts eval/ first on the path: a script named like a module would be taken for it."""
+    taken = set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions())
+    assert {"run", "compare", "bench"} <= {path.stem for path in SCRIPTS}
+    shadows = [short(path) for path in SCRIPTS if path.stem in taken and path.stem != "__init__"]
+    assert not shadows
+
+
+def test_a_script_does_its_work_when_called_not_when_imported() -> None:
+    for path in SCRIPTS:
+        assert "__main__" in path.read_text(), f"{short(path)} has no main guard"
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=short)
+def test_name_is_the_stem(path: Path) -> None:
+    if path.parent.name == "experiment":
+        assert "@package _global_" in path.read_text().splitlines()[0], "it sets keys of other groups"
+        return
+    assert read(path)["name"] == path.stem
+
+
+@pytest.mark.parametrize("group", MIRRORED)
+def test_a_yaml_for_every_file_and_a_file_for_every_yaml(group: str) -> None:
+    files = {path.stem for path in (PACKAGE / group).glob("*.py")} - {"__init__"}
+    assert {path.stem for path in (CONF / group).glob("*.yaml")} == files
+    assert importlib.import_module(f"specdec.{group}").names() == sorted(files)
+
+
+@pytest.mark.parametrize("path", [path for path in YAMLS if path.parent.name in MIRRORED], ids=short)
+def test_keys_of_method_and_rejection_are_those_of_speculative_config(path: Path) -> None:
+    """One schema, not two: what a YAML offers, the JSON object takes under the same name."""
+    keys = set(read(path)) - {"name"}
+    assert keys <= set(SpeculativeConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", method.names())
+def test_a_method_is_one_class_with_propose(name: str) -> None:
+    module = importlib.import_module(f"specdec.method.{name}")
+    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    proposers = [c for c in own if callable(getattr(c, "propose", None))]
+    assert len(proposers) == 1
+    assert method.find(name) is proposers[0]
+    for attribute in ("hidden_layers", "needs_logits", "begin", "end", "reserve", "more_bytes"):
+        assert hasattr(proposers[0], attribute), f"{name} lacks {attribute} of core.Proposer"
+
+
+@pytest.mark.parametrize("name", method.names())
+def test_the_settings_of_a_method_are_what_its_yaml_lists(name: str) -> None:
+    """The constructor is the schema: the YAML shows every setting, and none that the constructor lacks."""
+    assert set(read(CONF / "method" / f"{name}.yaml")) - {"name"} == set(method.settings(name))
+
+
+@pytest.mark.parametrize("name", rejection.names())
+def test_a_scheme_says_what_it_is(name: str) -> None:
+    module = importlib.import_module(f"specdec.rejection.{name}")
+    assert isinstance(module.lossless, bool)
+    assert module.keyed_by in ("step", "position")
+    parameters = list(inspect.signature(module.verify).parameters)
+    assert parameters[:3] == ["draft", "p_BJV", "u_BJ"]
+    assert inspect.getdoc(module.verify), "a public function has a docstring"
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("path", MODULES + SCRIPTS, ids=short)
+def test_a_module_says_what_it_is(path: Path) -> None:
+    assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
+
+
+def test_no_room_for_everything() -> None:
+    drawers = {"utils", "util", "common", "helpers", "misc"}
+    for path in MODULES + SCRIPTS:
+        assert not drawers & set(path.relative_to(ROOT).with_suffix("").parts), short(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                vague = node.name.startswith("Base") or node.name.endswith("Manager")
+                assert not vague, f"{short(path)}: the name {node.name} does not say what the class is"

@@ -1,0 +1,347 @@
+"""Methods on their own: n-gram by its vectors and its rule, and the contract of every file in conf/method."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec import method
+from specdec.config import CONF, read
+from specdec.core import Context, Draft, Proposer, Request, SamplingParams
+from specdec.llm import SpeculativeConfig
+from specdec.method.ngram import Ngram, find_match, find_match_reference
+from specdec.target import CausalLM
+
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())
+METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
+SLOTS = 256
+
+
+@cache
+def tiny() -> CausalLM:
+    return CausalLM("tiny", "float32", "cpu")
+
+
+def context(
+    proposer: Proposer,
+    texts: dict[int, list[int]],
+    max_draft: list[int] | None = None,
+    temperature: float = 0.0,
+) -> Context:
+    """What the engine hands over: committed tokens of some cache rows, in the order of the rows.
+
+    The columns beyond a row's tokens hold garbage, as they do after a rejected draft.
+    """
+    rows = np.array(sorted(texts))
+    token_RL = np.full((rows[-1] + 1, SLOTS), 255, dtype=np.int64)
+    for row, tokens in texts.items():
+        token_RL[row, : len(tokens)] = tokens
+    k, hidden = proposer.num_speculative_tokens, None
+    if proposer.hidden_layers:
+        shape = (1, len(proposer.hidden_layers), tiny().hidden_size)
+        hidden = [torch.zeros(shape) for _ in rows]
+    generator = torch.Generator().manual_seed(len(rows))
+    params = SamplingParams(temperature=temperature, max_tokens=64)
+    return Context(
+        rows=rows,
+        requests=[Request(str(row), texts[row], params) for row in rows],
+        token_RL=token_RL,
+        length_B=np.array([len(texts[row]) for row in rows]),
+        max_draft_B=np.array([k] * len(rows) if max_draft is None else max_draft),
+        last_token_B=torch.tensor([texts[row][-1] for row in rows]),
+        uniform_BK=torch.rand(len(rows), k, generator=generator, dtype=torch.float64),
+        hidden=hidden,
+        logits_BV=torch.zeros(len(rows), tiny().vocab_size) if proposer.needs_logits else None,
+    )
+
+
+def drafts(proposer: Proposer, texts: dict[int, list[int]], **more: Any) -> list[list[int]]:
+    draft = proposer.propose(context(proposer, texts, **more))
+    return [row[:n].tolist() for row, n in zip(draft.token_BK, draft.length_B, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- n-gram
+
+
+@pytest.mark.parametrize("case", VECTORS["ngram_vllm"])
+def test_ngram_vectors(case: dict[str, Any]) -> None:
+    proposer = Ngram(case["k"], prompt_lookup_min=case["min_n"], prompt_lookup_max=case["max_n"])
+    assert drafts(proposer, {0: case["tokens"]}) == [case["draft"]]
+
+
+@pytest.mark.parametrize("find", [find_match, find_match_reference])
+def test_leftmost_or_latest(find: Any) -> None:
+    tokens = np.array([1, 2, 7, 1, 2, 8, 3, 1, 2])
+    assert find(tokens, 1, 3, False) == 2
+    assert find(tokens, 1, 3, True) == 5
+    longer_first = np.array([5, 2, 9, 1, 2, 8, 4, 2, 6, 1, 2])
+    assert find(longer_first, 1, 3, False) == 5, "two tokens that agree beat one, wherever they stand"
+    assert find(longer_first, 1, 3, True) == 5
+    assert find(tokens, 3, 3, False) == len(tokens), "no earlier occurrence of three"
+    assert find(np.array([4]), 1, 3, False) == 1
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_ngram_is_its_rule_in_words(latest: bool) -> None:
+    rng = np.random.default_rng(0)
+    matched = 0
+    for _ in range(1500):
+        tokens = rng.integers(0, rng.integers(1, 5), rng.integers(1, 40))
+        low = int(rng.integers(1, 5))
+        high = low + int(rng.integers(0, 4))
+        want = find_match_reference(tokens, low, high, latest)
+        assert find_match(tokens, low, high, latest) == want, (tokens, low, high)
+        matched += want < len(tokens)
+    assert matched > 500
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_max": 7}, (7, 7)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_ngram_bounds_as_in_vllm(given: dict[str, int], bounds: tuple[int, int]) -> None:
+    proposer = Ngram(3, **given)
+    assert (proposer.prompt_lookup_min, proposer.prompt_lookup_max) == bounds
+    assert not proposer.prompt_lookup_latest
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_speculative_tokens": 0}, ("num_speculative_tokens=0", "at least 1")),
+        ({"num_speculative_tokens": 3, "prompt_lookup_min": 0}, ("prompt_lookup_min=0", "1 <= min")),
+        (
+            {"num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            ("prompt_lookup_min=4", "prompt_lookup_max=3", "min <= max"),
+        ),
+    ],
+)
+def test_ngram_errors(given: dict[str, int], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Ngram(**given)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_ngram_drafts_are_ragged_and_within_the_budget() -> None:
+    proposer = Ngram(4, prompt_lookup_min=1, prompt_lookup_max=3)
+    texts = {0: [1, 2, 3, 4, 1, 2], 2: [5, 6, 7], 3: [1, 2, 3, 4, 9, 8, 7, 1, 2]}
+    assert drafts(proposer, texts) == [[3, 4, 1, 2], [], [3, 4, 9, 8]]
+    assert drafts(proposer, texts, max_draft=[2, 4, 0]) == [[3, 4], [], []]
+
+
+def test_unknown_settings_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no setting 'prompt_lookup_mix'; did you mean 'prompt_lookup_"):
+        method.build("ngram", tiny(), num_speculative_tokens=3, prompt_lookup_mix=1)
+    with pytest.raises(ValueError, match="unknown method 'sufix'; did you mean 'suffix'"):
+        method.find("sufix")
+
+
+# ------------------------------------------------------------------------------------------------ contract
+
+Make = Callable[[], Proposer]
+VARIANTS = [*((name, {}) for name in METHODS), ("draft_model", {"draft_sample_method": "probabilistic"})]
+
+
+def build(name: str, **more: Any) -> Proposer:
+    """A method as its YAML has it, on `tiny`; where it needs a model, `tiny` itself."""
+    given = {key: value for key, value in read(CONF / "method" / f"{name}.yaml").items() if value is not None}
+    given["method"] = given.pop("name")
+    if name == "draft_model":
+        given["model"] = "tiny"
+    proposer, _ = SpeculativeConfig(**given | more).build(tiny())
+    proposer.reserve(4, SLOTS)
+    return proposer
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join([variant[0], *variant[1].values()]))
+def make(request: pytest.FixtureRequest) -> Make:
+    name, more = request.param
+    return lambda: build(name, **more)
+
+
+def text(seed: int, length: int) -> list[int]:
+    """A phrase over and over, so that lookups find drafts."""
+    phrase = np.random.default_rng(seed).integers(97, 123, 7).tolist()
+    return (phrase * 40)[:length]
+
+
+TEXTS = {0: text(0, 40), 1: text(1, 23), 3: text(3, 61)}  # row 2 is free
+
+
+def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
+    proposer.begin(row, Request(f"r{row}", prompt, SamplingParams(max_tokens=64)))
+
+
+def check(proposer: Proposer, given: Context) -> Draft:
+    """What every draft must be."""
+    draft, num_rows = proposer.propose(given), len(given.rows)
+    num_draft = draft.token_BK.shape[1]
+    assert draft.token_BK.shape == (num_rows, num_draft)
+    assert draft.token_BK.dtype == draft.length_B.dtype == torch.int64
+    assert draft.token_BK.device == given.last_token_B.device
+    assert draft.length_B.device.type == "cpu", "lengths decide shapes: the host must not wait for them"
+    assert draft.length_B.shape == (num_rows,)
+    length_B = draft.length_B.numpy()
+    assert (length_B >= 0).all()
+    assert (length_B <= np.minimum(given.max_draft_B, num_draft)).all()
+    live_BK = torch.arange(num_draft) < draft.length_B.unsqueeze(1)
+    live_N = draft.token_BK[live_BK]
+    assert ((live_N >= 0) & (live_N < tiny().vocab_size)).all()
+    assert draft.parent_BK is None
+    if draft.q_BKV is not None:
+        assert draft.q_BKV.shape == (num_rows, num_draft, tiny().vocab_size)
+        q_NV = draft.q_BKV[live_BK].double()
+        assert (q_NV >= 0).all()
+        torch.testing.assert_close(q_NV.sum(-1), torch.ones_like(q_NV[:, 0]), rtol=0, atol=1e-5)
+        assert (q_NV.gather(1, live_N.unsqueeze(1)) > 0).all(), "drawn from q, so q of it is not 0"
+    return draft
+
+
+def test_room_is_counted_before_it_is_taken(make: Make) -> None:
+    proposer = make()  # with room for 4 rows
+    assert proposer.more_bytes(4, SLOTS) == 0
+    begin(proposer, 0, TEXTS[0][:-1])
+    want = drafts(proposer, {0: TEXTS[0]})
+    more = proposer.more_bytes(6, 4 * SLOTS)
+    assert more == 0 or more > proposer.more_bytes(6, 2 * SLOTS) > 0
+    proposer.reserve(6, 4 * SLOTS)
+    assert proposer.more_bytes(6, 4 * SLOTS) == 0
+    assert drafts(proposer, {0: TEXTS[0]}) == want, "growing keeps what a running request has"
+
+
+def test_a_draft_is_well_formed(make: Make) -> None:
+    """One row, rows with a gap between them, budgets that differ, and no budget at all."""
+    proposer, drafted = make(), 0
+    for row, tokens in TEXTS.items():
+        begin(proposer, row, tokens[:-1])
+    k = proposer.num_speculative_tokens
+    for rows in ([0], [0, 1, 3], [1, 3], [3]):
+        texts = {row: TEXTS[row] for row in rows}
+        for max_draft in ([k] * len(rows), [k, min(k, 1), 0][: len(rows)], [0] * len(rows)):
+            for temperature in (0.0, 0.8):
+                draft = check(proposer, context(proposer, texts, max_draft, temperature))
+                drafted += int(draft.length_B.sum())
+    assert (drafted > 0) == (k > 0), "on text that repeats itself, a method that drafts at all drafts something"
+
+
+def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:
+    proposer = make()
+    begin(proposer, 0, TEXTS[0][:-1])
+    draft = check(proposer, context(proposer, {0: TEXTS[0]}))
+    if draft.q_BKV is not None:
+        q_KV = draft.q_BKV[0, : draft.length_B[0]]
+        assert torch.equal(q_KV.amax(-1), torch.ones(len(q_KV)))
+
+
+def test_proposing_twice_is_proposing_once(make: Make) -> None:
+    """The context is the same and the noise comes in with it, so nothing else may count."""
+    proposer = make()
+    begin(proposer, 0, TEXTS[0][:-1])
+    given = context(proposer, {0: TEXTS[0]}, temperature=0.7)
+    before = given.token_RL.copy()
+    first, second = check(proposer, given), check(proposer, given)
+    assert torch.equal(first.token_BK, second.token_BK)
+    assert torch.equal(first.length_B, second.length_B)
+    assert (given.token_RL == before).all(), "a proposer does not write into the engine's tokens"
+
+
+def test_a_row_drafts_the_same_alone_and_in_company(make: Make) -> None:
+    alone, together = [], make()
+    for row, tokens in TEXTS.items():
+        own = make()
+        for proposer in (own, together):
+            begin(proposer, row, tokens)
+        alone += drafts(own, {row: tokens})
+    assert drafts(together, TEXTS) == alone
+
+
+def test_a_rejected_draft_leaves_no_trace(make: Make) -> None:
+    """A proposer repairs its own state: after rejections it drafts as one that is asked for the first time."""
+    tokens, proposer = TEXTS[1], make()
+    begin(proposer, 0, tokens)
+    for step in range(6):
+        draft = drafts(proposer, {0: tokens})[0]
+        # what the target says: every third step it agrees with a drafted token, then it says something else
+        tokens = [*tokens, *draft[: step % 3 == 2], 100 + step]
+    fresh = make()
+    begin(fresh, 0, TEXTS[1])
+    assert drafts(proposer, {0: tokens}) == drafts(fresh, {0: tokens})
+
+
+def test_an_accepted_draft_is_gone_on_from(make: Make) -> None:
+    """The same where every drafted token stood and the bonus came after."""
+    tokens, proposer = TEXTS[1], make()
+    begin(proposer, 0, tokens)
+    for step in range(4):
+        tokens = [*tokens, *drafts(proposer, {0: tokens})[0], 100 + step]
+    fresh = make()
+    begin(fresh, 0, TEXTS[1])
+    assert drafts(proposer, {0: tokens}) == drafts(fresh, {0: tokens})
+
+
+def test_a_row_serves_one_request_after_another(make: Make) -> None:
+    """The second request of a row drafts as if it were the first. A method may remember responses (`suffix`),
+    so the two requests have no token in common."""
+    first, second = text(5, 40), [token - 64 for token in text(6, 33)]
+    fresh, used = make(), make()
+    begin(used, 0, first[:30])
+    for length in (31, 34, 40):
+        check(used, context(used, {0: first[:length]}))
+    used.end(0)
+    for proposer in (fresh, used):
+        begin(proposer, 0, second[:-1])
+    assert drafts(used, {0: second}) == drafts(fresh, {0: second})
+    used.end(0)
+
+
+# -------------------------------------------------------------------------------------------- draft model
+
+
+def test_a_target_that_drafts_for_itself_drafts_what_it_would_say() -> None:
+    proposer, said = build("draft_model"), text(8, 20)
+    begin(proposer, 0, said)
+    drafted = drafts(proposer, {0: said})[0]
+    for _ in range(proposer.num_speculative_tokens):
+        cache = tiny().new_cache()
+        cache.reserve(1, SLOTS)
+        out = tiny().prefill(cache, 0, np.array(said), 0, chunk=512)
+        said = [*said, int(out.logits[0].argmax())]
+    assert drafted == said[20:]
+
+
+def test_a_row_past_the_drafters_context_stops_drafting_alone() -> None:
+    """The drafter sees length + K - 1 tokens at most, so of its 30, 29 committed ones leave room for two drafts."""
+    proposer = build("draft_model", num_speculative_tokens=4, max_model_len=30)
+    texts = {row: text(row, length) for row, length in enumerate([20, 29, 30, 31])}
+    for row, tokens in texts.items():
+        begin(proposer, row, tokens[:-1])
+    draft = check(proposer, context(proposer, texts))
+    assert draft.length_B.tolist() == [4, 2, 1, 0]
+
+
+def test_probabilistic_drafts_follow_the_law_that_they_record() -> None:
+    """Noise in even steps over [0, 1) gives every token as often as q says, in token-id order."""
+    proposer, tokens, steps = build("draft_model", draft_sample_method="probabilistic"), text(9, 20), 200
+    begin(proposer, 0, tokens)
+    seen = []
+    for i in range(steps):
+        given = context(proposer, {0: tokens}, max_draft=[1], temperature=1.0)
+        given.uniform_BK = torch.full_like(given.uniform_BK, (i + 0.5) / steps)
+        draft = check(proposer, given)
+        seen.append(int(draft.token_BK[0, 0]))
+    assert seen == sorted(seen)
+    share_V = torch.bincount(torch.tensor(seen), minlength=tiny().vocab_size) / steps
+    assert draft.q_BKV is not None
+    assert (share_V - draft.q_BKV[0, 0]).abs().max() <= 1 / steps + 1e-6
