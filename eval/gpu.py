@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
     parser.add_argument("--max-tokens", type=int, default=128)
     arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
     began = time.monotonic()
     lines: list[tuple[str, str]] = [("machine", machine(arguments.device))]
 

@@ -1,9 +1,9 @@
-"""A target whose law can be written down, for tests of the whole engine: the next token depends on the last two.
+"""A target whose law can be written down, for tests of the whole engine: the last two tokens tell it.
 
-`TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V, and its
-logits are read from there: a token that is stale, misplaced or missing after a rejection changes the law, or is found
-out as a slot that was never written. `reference_law` says in words what the sampling parameters mean, and `joint_law`
-multiplies that out. `methods` and `schemes` list what there is to test: everything that has a YAML.
+`TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V,
+and its logits come from what stands there: a token that is stale, misplaced or missing after a rejection changes
+the law, or is found out as a slot that was never written. `reference_law` says in words what the sampling
+parameters mean, and `joint_law` multiplies that out. `methods` and `schemes` list what there is to test.
 
 Shape letters are those of specdec/core.py; S counts slots.
 """
@@ -35,7 +35,7 @@ POISON = -1  # what a slot holds that was never written
 
 
 class TokenCache:
-    """Stands in for `specdec.kv.SlotCache`. Not a slot more than was asked for, so that a step too far is an error."""
+    """Stands in for `specdec.kv.SlotCache`. Has no slot that was not asked for: a step too far fails."""
 
     def __init__(self) -> None:
         self.rows, self.slots = 0, 0
@@ -55,10 +55,10 @@ class TokenCache:
 
 
 class TableLM(CausalLM):
-    """logits[i] = table[token[i - 1], token[i]]. There is no token before the first; the table's last line is for that.
+    """logits[i] = table[token[i - 1], token[i]]; the last line is for the first token, with none before it.
 
-    table: [V + 1, V, V]. A hidden state tells where it comes from: it is the token's one-hot, then the position,
-    then the layer.
+    table: [V + 1, V, V]. A hidden state tells where it comes from: it is the token's one-hot, the position and
+    the layer.
     """
 
     def __init__(self, table: np.ndarray, name: str = "table", max_model_len: int = 512) -> None:
@@ -133,7 +133,8 @@ class TableLM(CausalLM):
         if last_only:  # of a row without tokens, some other token, as CausalLM has it
             keep_N = (np.cumsum(length_B) - 1).clip(0)
         logits = self._logits(before_N[keep_N], last_N[keep_N], slot_N[keep_N])
-        return Output(torch.from_numpy(logits), self._hidden(last_N, slot_N, hidden_layers) if hidden_layers else None)
+        hidden_NTD = self._hidden(last_N, slot_N, hidden_layers) if hidden_layers else None
+        return Output(torch.from_numpy(logits), hidden_NTD)
 
     def _logits(self, before_N: np.ndarray, last_N: np.ndarray, slot_N: np.ndarray) -> np.ndarray:
         return self.table[before_N, last_N]
@@ -152,7 +153,7 @@ class TableLM(CausalLM):
 
 
 class FirstWriteWins(TokenCache):
-    """A cache that is never repaired: what was written to a slot first stays there. A broken one, for tests that must fail."""
+    """A broken cache, for tests that must fail: what was written to a slot first stays there."""
 
     def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
         empty_N = self.token_RS[row_N, slot_N] == POISON
@@ -204,7 +205,7 @@ def reference_law(
 
 
 def joint_law(model: TableLM, prompt: Sequence[int], params: SamplingParams, count: int) -> Tensor:
-    """[V ** count] the exact law of the `count` tokens after the prompt, in the order of itertools.product."""
+    """[V ** count] the exact law of that many tokens after the prompt, in the order of itertools.product."""
     joint = np.ones(1)
     for length in range(count):
         laws = [
@@ -220,7 +221,7 @@ def joint_law(model: TableLM, prompt: Sequence[int], params: SamplingParams, cou
 
 NUM_DRAFT = 3  # K of every case; a stretch of K + 1 tokens is what a step emits at most
 
-# What a method is built with, under the name of the case. A method without a line here is built as its YAML says.
+# What a method is built with, by the name of the case. One that is not listed is built as its YAML says.
 _K = {"num_speculative_tokens": NUM_DRAFT}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {"none": {}},
@@ -278,7 +279,9 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
 
 
 class OwnLaw:
-    """Draws drafts of ragged length from laws of its own, which depend on the token before and on the place."""
+    """Draws ragged drafts from laws of its own, which depend on the token before and on the place."""
+
+    needs_noise = True
 
     def __init__(self, num_speculative_tokens: int, target: TableLM) -> None:
         shape = (num_speculative_tokens, target.vocab_size, target.vocab_size)
@@ -288,6 +291,7 @@ class OwnLaw:
 
     def propose(self, context: Context) -> Draft:
         tokens, laws, last_B = [], [], context.last_token_B
+        assert context.uniform_BK is not None
         for k, law_VV in enumerate(self.law_KVV):
             laws.append(law_VV[last_B])
             last_B = inverse_cdf(laws[-1], context.uniform_BK[:, k])
@@ -305,5 +309,5 @@ class Ragged:
         self.num_speculative_tokens = num_speculative_tokens
 
     def propose(self, context: Context) -> list[list[int]]:
-        times = (context.length_B + context.rows) % (self.num_speculative_tokens + 1)
+        times = context.length_B % (self.num_speculative_tokens + 1)
         return [[int(context.tokens(b)[-1])] * int(n) for b, n in enumerate(times)]

@@ -1,11 +1,11 @@
-"""The law of what the engine puts out above temperature 0, whatever drafts and whatever judges, by chi-square.
+"""The law of what the engine puts out above temperature 0, by chi-square: every method and scheme.
 
-The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a law that can be written down. So an
-answer is cut into stretches as long as what a step emits at most, and the counts of (two tokens before, stretch) are
-held against that law. A stretch begins anywhere in a step and ends in a later one, maybe after several. Taking many
-from one request spares prefills, which are what takes time here. Seeds are fixed, so a test that passes goes on to.
+The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a law that can be written
+down. So an answer is cut into stretches, each as long as what a step emits at most, and the counts of (two tokens
+before, stretch) are held against that law. A stretch begins anywhere in a step and ends in a later one, maybe
+after several. Taking many from a request spares prefills, which take most of the time here. Seeds are fixed.
 
-Tests that can fail: broken verifiers, proposers, noise and caches go through the same function, and must not fit.
+The tests can fail: broken verifiers, proposers, noise and caches go through the same function and do not fit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from specdec.rejection import Verifier, block, match, standard
 
 ROWS = 64
 STRETCH = NUM_DRAFT + 1
-# of several lengths and with the same end, so that the rows of a batch are out of step; with the same set of tokens,
-# so that penalties take them for the same
+# of several lengths and with the same end, so that the rows of a batch are out of step; with the same set of
+# tokens, so that penalties take them for the same
 PROMPTS = [[0, 1], [1, 0, 1], [1, 0, 0, 0, 1]]
 PARAMS = SamplingParams(temperature=0.8, max_tokens=16 * STRETCH)
 TABLE = TableLM.random(3, scale=0.7)
@@ -48,7 +48,7 @@ def decode(
     num_requests: int = 400,
     rows: int = ROWS,
 ) -> list[Request]:
-    """Run that many requests, each with a seed of its own; more than there are rows, so that rows are reused."""
+    """Run that many requests, each with a seed of its own. There are more than rows, so rows are reused."""
     engine = Engine(target, drafting, verifier, rows, prefill_chunk_size=2)
     requests = [Request(str(i), PROMPTS[i % len(PROMPTS)], params, seed=i) for i in range(num_requests)]
     assert sum(1 for _ in engine.run(requests)) == num_requests
@@ -56,12 +56,12 @@ def decode(
 
 
 def misfit(target: TableLM, requests: list[Request], stretch: int = STRETCH) -> float:
-    """Chi-square over its threshold, of the joint law of (two tokens before, stretch) against the exact one. Fits: below 1."""
+    """Chi-square of the joint law of (two tokens before, stretch), over its threshold. Below 1 it fits."""
     vocab, params = target.vocab_size, requests[0].params
     penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    assert params.max_tokens == stretch or not penalises, "with penalties the two tokens before do not tell the law"
-    # the last two of the prompt count as before, so that every stretch has two tokens before it
-    token_BL = torch.tensor([[*request.prompt_token_ids[-2:], *request.output_token_ids] for request in requests])
+    assert params.max_tokens == stretch or not penalises, "with penalties the law depends on more"
+    # with the last two of the prompt, every stretch has two tokens before it
+    token_BL = torch.tensor([[*r.prompt_token_ids[-2:], *r.output_token_ids] for r in requests])
     token_NL = token_BL.unfold(1, stretch + 2, stretch).flatten(0, 1)
     count_CX = torch.bincount(code(token_NL, vocab), minlength=vocab ** (stretch + 2)).view(vocab**2, -1)
     pairs = itertools.product(range(vocab), repeat=2)
@@ -73,7 +73,12 @@ def misfit(target: TableLM, requests: list[Request], stretch: int = STRETCH) -> 
     return statistic / max(threshold, 1.0)
 
 
-def drafts_of(model: str | TableLM, target: TableLM, how: str = "probabilistic", num_draft: int = NUM_DRAFT) -> Proposer:
+def drafts_of(
+    model: str | TableLM,
+    target: TableLM,
+    how: str = "probabilistic",
+    num_draft: int = NUM_DRAFT,
+) -> Proposer:
     settings = {"model": model, "num_speculative_tokens": num_draft, "draft_sample_method": how}
     return proposer(("draft_model", settings), target)
 
@@ -195,7 +200,7 @@ def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: s
     [
         (block.verify, "step", True),
         (block_without_p_tau, "step", False),
-        # the noise of a position that a round looked at and did not commit is no fresh noise to the next round
+        # the noise of a position that a round looked at and did not commit is not fresh to the next round
         (block.verify, "position", False),
     ],
     ids=["sound", "no-p-tau", "by-position"],
@@ -212,7 +217,8 @@ def test_noise_that_draws_and_judges_does_not_fit(name: str, monkeypatch: pytest
     """The coin of `test_joint_law_of_many_rounds`, which fits there."""
     monkeypatch.setattr(sampling, "DRAFT", sampling.VERIFY)
     target = TableLM.constant([0.3, 0.7])
-    assert misfit(target, decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256), 6) > 1
+    requests = decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256)
+    assert misfit(target, requests, 6) > 1
 
 
 class WrongLaw(OwnLaw):
@@ -261,13 +267,13 @@ def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.M
 
 
 def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarray:
-    """Accepted tokens of every step with a full draft and no cut. Whether a draft is full depends on what was before it."""
-    steps = [step for r in requests for step in zip(r.stats.drafted, r.stats.accepted, r.stats.emitted, strict=True)]
-    return np.array([accepted for drafted, accepted, emitted in steps if drafted == num_draft])
+    """Accepted tokens of every step with a full draft. Whether it is full was known before it was drawn."""
+    steps = [step for r in requests for step in zip(r.stats.drafted, r.stats.accepted, strict=True)]
+    return np.array([accepted for drafted, accepted in steps if drafted == num_draft])
 
 
 def test_acceptance_is_what_the_laws_say() -> None:
-    """K = 2, laws without context: the number that stands has a law per scheme. Block beats standard beats match."""
+    """K = 2, laws without context: how much stands has a law, too. Block beats standard beats match."""
     p, q = P_OF_BLOCK, Q_OF_BLOCK
     prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
     tables = dict.fromkeys(prefixes, p), dict.fromkeys(prefixes, q)
@@ -289,7 +295,7 @@ def test_acceptance_is_what_the_laws_say() -> None:
 @pytest.mark.parametrize("name", schemes())
 @pytest.mark.parametrize("how", ["probabilistic", "greedy"])
 def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
-    """Where q is p, everything stands under standard and block. That needs a drafter's cache that is right at every step."""
+    """Where q is p, everything stands if the drafter's cache is right at every step (but under match)."""
     temperature = 0.8 if how == "probabilistic" else 0.0
     params = SamplingParams(temperature=temperature, max_tokens=40)
     requests = decode(TABLE, drafts_of("same", TABLE, how), scheme(name), params, 40, rows=8)

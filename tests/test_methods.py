@@ -233,7 +233,7 @@ def test_a_draft_is_well_formed(make: Make) -> None:
             for temperature in (0.0, 0.8):
                 draft = check(proposer, context(proposer, texts, max_draft, temperature))
                 drafted += int(draft.length_B.sum())
-    assert (drafted > 0) == (k > 0), "on text that repeats itself, a method that drafts at all drafts something"
+    assert (drafted > 0) == (k > 0), "on text that repeats itself, who drafts at all drafts something"
 
 
 def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:
@@ -268,7 +268,7 @@ def test_a_row_drafts_the_same_alone_and_in_company(make: Make) -> None:
 
 
 def test_a_rejected_draft_leaves_no_trace(make: Make) -> None:
-    """A proposer repairs its own state: after rejections it drafts as one that is asked for the first time."""
+    """A proposer repairs its state: after rejections it drafts as one that is asked for the first time."""
     tokens, proposer = TEXTS[1], make()
     begin(proposer, 0, tokens)
     for step in range(6):
@@ -322,9 +322,9 @@ def test_a_target_that_drafts_for_itself_drafts_what_it_would_say() -> None:
 
 
 def test_a_row_past_the_drafters_context_stops_drafting_alone() -> None:
-    """The drafter sees length + K - 1 tokens at most, so of its 30, 29 committed ones leave room for two drafts."""
+    """The drafter sees length + K - 1 tokens at most: of its 30, 29 committed ones leave room for two drafts."""
     proposer = build("draft_model", num_speculative_tokens=4, max_model_len=30)
-    texts = {row: text(row, length) for row, length in enumerate([20, 29, 30, 31])}
+    texts = {row: text(row, length) for row, length in enumerate([20, 29, 30, 45])}
     for row, tokens in texts.items():
         begin(proposer, row, tokens[:-1])
     draft = check(proposer, context(proposer, texts))
