@@ -4,7 +4,8 @@
     python eval/bench.py limit=24 threads=[1,2] dtypes=[bfloat16]
 
 Prints tokens/s of each, the ratio ours/theirs (median over prompts; prefill included on both sides), the share of time that the
-engine spends outside forwards, and the cost of the suffix trie. Writes out_dir/bench.json.
+engine spends outside forwards, and the cost of the suffix trie. "our layers": their loop with the linear layers of
+`specdec/linear.py`, so that the ratio is that of the loops alone. Writes out_dir/bench.json.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from specdec import config
 def run(cfg: dict[str, Any]) -> None:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    from specdec import bench, method, rejection, report, tasks, track
+    from specdec import bench, hub, linear, method, rejection, report, tasks, track
     from specdec.core import Request, SamplingParams
     from specdec.engine import Engine
     from specdec.method import suffix
     from specdec.target import CausalLM
 
+    logging.set_verbosity_error()  # generate warns about its own arguments at every call
     out_dir, model, k = Path(cfg["out_dir"]), cfg["model"], cfg["num_speculative_tokens"]
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     track.claim(out_dir, cfg["resume"], {"bench": cfg["name"]})
@@ -35,13 +38,16 @@ def run(cfg: dict[str, Any]) -> None:
 
     for dtype in cfg["dtypes"]:
         target = CausalLM(config.model_name(model), dtype, model["device"], model["revision"])
-        theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=target.dtype).to(target.device).eval()
         draft_name = cfg["draft_model"] or str(target.path)
-        draft_path = CausalLM(draft_name, dtype, model["device"]).path if cfg["draft_model"] else target.path
-        assistant = AutoModelForCausalLM.from_pretrained(draft_path, dtype=target.dtype).to(target.device).eval()
-        assistant.generation_config.update(
-            num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-        )
+
+        def plain(path: Path, target: CausalLM = target) -> Any:
+            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+            loaded.generation_config.update(
+                num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+            )
+            return loaded
+
+        theirs, assistant = plain(target.path), plain(hub.resolve(draft_name))
         prompts = [tasks.prompt_ids(target.tokenizer, [task.turns[0]], []) for task in chosen]
 
         def engine(name: str, rows: int = 1, target: CausalLM = target, **settings: Any) -> Engine:
@@ -59,16 +65,26 @@ def run(cfg: dict[str, Any]) -> None:
             "suffix, our default": engine("suffix"),
             f"draft_model K={k}": engine("draft_model", model=draft_name, num_speculative_tokens=k),
         }
+        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": cfg["max_matching_ngram_size"]}
         rivals = {
             "HF generate": hf(),
-            f"HF prompt lookup K={k} n<={cfg['max_matching_ngram_size']}": hf(
-                prompt_lookup_num_tokens=k, max_matching_ngram_size=cfg["max_matching_ngram_size"]
-            ),
+            f"HF prompt lookup K={k} n<={cfg['max_matching_ngram_size']}": hf(**lookup),
             "HF prompt lookup, its default": hf(prompt_lookup_num_tokens=10),
             f"HF assisted K={k}": hf(assistant_model=assistant),
         }
         names, rival_names = list(own), list(rivals)
         pairs = list(zip(names, [*rival_names[:3], rival_names[2], rival_names[3]], strict=True))
+        if cfg["loop_alone"] and linear.can_pack(target.dtype, target.device):
+            # their loops with our linear layers: what is left of the ratio is the loop's
+            packed, packed_assistant = plain(target.path), plain(hub.resolve(draft_name))
+            linear.pack(packed)
+            linear.pack(packed_assistant)
+            alone = (hf(packed), hf(packed, **lookup), hf(packed, assistant_model=packed_assistant))
+            for name, rival, decode in zip(
+                (names[0], names[1], names[4]), (*rival_names[:2], rival_names[3]), alone, strict=True
+            ):
+                rivals[f"{rival}, our layers"] = decode
+                pairs.append((name, f"{rival}, our layers"))
         for threads in cfg["threads"]:
             torch.set_num_threads(threads)
             contenders = rivals | {name: bench.ours(e, cfg["max_tokens"]) for name, e in own.items()}

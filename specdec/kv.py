@@ -142,7 +142,7 @@ def slot_attention(
     if unused.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses attention sinks, which the engine does not know; use another target")
     num_heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
-    rows, group = window.num_rows, num_heads // kv_heads
+    group = num_heads // kv_heads
     layer: int = module.layer_idx  # type: ignore[assignment]
     keys, values = window.cache.key_RHSD[layer], window.cache.value_RHSD[layer]
     if window.slice is not None:
@@ -152,29 +152,45 @@ def slot_attention(
     else:
         keys[window.row_N, :, window.slot_N] = key[0].transpose(0, 1)
         values[window.row_N, :, window.slot_N] = value[0].transpose(0, 1)
-    in_use = slice(window.first_row, window.first_row + rows)
+    in_use = slice(window.first_row, window.first_row + window.num_rows)
     keys, values = keys[in_use, :, : window.num_slots], values[in_use, :, : window.num_slots]
 
-    query = query[0]
-    if window.padded_N is not None:
-        padded = query.new_zeros(num_heads, rows * window.num_positions, width)
-        query = padded.index_copy_(1, window.padded_N, query)
-    folded = query.view(kv_heads, group, rows, window.num_positions, width).permute(2, 0, 1, 3, 4)
-    folded = folded.reshape(rows, kv_heads, group * window.num_positions, width)
-    num_queries = folded.shape[2]
     bias = window.bias(sliding_window, group)
-    folded = F.pad(folded, (0, 0, 0, bias.shape[2] - num_queries))
+    folded = _fold(query, window, kv_heads)
+    num_queries, padding = folded.shape[2], bias.shape[2] - folded.shape[2]
+    if padding:
+        folded = F.pad(folded, (0, 0, 0, padding))
     if softcap is None:
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
     else:
         scores = torch.matmul(folded, keys.transpose(2, 3)).float() * (scaling or width**-0.5)
         scores = torch.tanh(scores / softcap) * softcap + bias
         out = torch.matmul(scores.softmax(-1).to(values.dtype), values)
-    out = out[:, :, :num_queries].view(rows, kv_heads, group, window.num_positions, width)
-    out = out.permute(0, 3, 1, 2, 4).reshape(rows * window.num_positions, num_heads, width)
+    return _unfold(out[:, :, :num_queries] if padding else out, window, num_heads), None
+
+
+def _fold(query: Tensor, window: Window, kv_heads: int) -> Tensor:
+    """[1, heads, N, D] -> [B, kv_heads, group * M, D]: rows apart, and query heads that share a KV head above each other."""
+    _, num_heads, _, width = query.shape
+    rows, m = window.num_rows, window.num_positions
+    if rows == 1:  # the same as below, in one operation
+        return query.reshape(1, kv_heads, -1, width)
+    query = query[0]
+    if window.padded_N is not None:
+        query = query.new_zeros(num_heads, rows * m, width).index_copy_(1, window.padded_N, query)
+    return query.view(kv_heads, -1, rows, m, width).permute(2, 0, 1, 3, 4).reshape(rows, kv_heads, -1, width)
+
+
+def _unfold(out: Tensor, window: Window, num_heads: int) -> Tensor:
+    """[B, kv_heads, group * M, D] -> [1, N, heads, D], what transformers expects."""
+    rows, kv_heads, _, width = out.shape
+    m = window.num_positions
+    if rows == 1:
+        return out.reshape(1, num_heads, m, width).transpose(1, 2)
+    out = out.reshape(rows, kv_heads, -1, m, width).permute(0, 3, 1, 2, 4).reshape(rows * m, num_heads, width)
     if window.padded_N is not None:
         out = out[window.padded_N]
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0)
 
 
 def end_to_end(x_BJ: Tensor, count_B: np.ndarray) -> Tensor:

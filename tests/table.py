@@ -1,9 +1,10 @@
 """A target whose law can be written down, for tests of the whole engine: the last two tokens tell it.
 
 `TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V,
-and its logits come from what stands there: a token that is stale, misplaced or missing after a rejection changes
-the law, or is found out as a slot that was never written. `reference_law` says in words what the sampling
-parameters mean, and `joint_law` multiplies that out. `methods` and `schemes` list what there is to test.
+and its logits come from what stands there: a token that is stale, misplaced or missing after a rejection
+changes the law, or is found out as a slot that was never written. `reference_law` says in words what the
+sampling parameters mean, and `joint_law` multiplies that out. `methods` and `schemes` list what there is to
+test.
 
 Shape letters are those of specdec/core.py; S counts slots.
 """
@@ -57,8 +58,8 @@ class TokenCache:
 class TableLM(CausalLM):
     """logits[i] = table[token[i - 1], token[i]]; the last line is for the first token, with none before it.
 
-    table: [V + 1, V, V]. A hidden state tells where it comes from: it is the token's one-hot, the position and
-    the layer.
+    table: [V + 1, V, V]. A hidden state tells where it comes from: it is the token's one-hot, the position
+    and the layer.
     """
 
     def __init__(self, table: np.ndarray, name: str = "table", max_model_len: int = 512) -> None:

@@ -1,9 +1,10 @@
 """The law of what the engine puts out above temperature 0, by chi-square: every method and scheme.
 
 The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a law that can be written
-down. So an answer is cut into stretches, each as long as what a step emits at most, and the counts of (two tokens
-before, stretch) are held against that law. A stretch begins anywhere in a step and ends in a later one, maybe
-after several. Taking many from a request spares prefills, which take most of the time here. Seeds are fixed.
+down. So an answer is cut into stretches, each as long as what a step emits at most, and the counts of (two
+tokens before, stretch) are held against that law. A stretch begins anywhere in a step and ends in a later
+one, maybe after several. Taking many from a request spares prefills, which take most of the time here. Seeds
+are fixed.
 
 The tests can fail: broken verifiers, proposers, noise and caches go through the same function and do not fit.
 """

@@ -41,7 +41,8 @@ def loaded(name: str) -> CausalLM:
 
 @cache
 def theirs(path: Path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # eager: in transformers 5.17 the sdpa path leaves out the soft cap of Gemma 2
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def generate(target: CausalLM, prompt: list[int], max_tokens: int) -> list[int]:

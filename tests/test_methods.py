@@ -322,7 +322,7 @@ def test_a_target_that_drafts_for_itself_drafts_what_it_would_say() -> None:
 
 
 def test_a_row_past_the_drafters_context_stops_drafting_alone() -> None:
-    """The drafter sees length + K - 1 tokens at most: of its 30, 29 committed ones leave room for two drafts."""
+    """The drafter sees length + K - 1 tokens at most; so 29 of its 30 taken leave room for two drafts."""
     proposer = build("draft_model", num_speculative_tokens=4, max_model_len=30)
     texts = {row: text(row, length) for row, length in enumerate([20, 29, 30, 45])}
     for row, tokens in texts.items():
