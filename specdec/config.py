@@ -87,6 +87,10 @@ def _check(config_name: str, arguments: list[str]) -> None:
             if choice not in choices and choice != "null":
                 raise ValueError(f"{override.key_or_group}={choice}: no such choice; {nearest(choice, choices)}")
     with initialize_config_dir(str(CONF), version_base="1.3"):
+        for override in groups:
+            if override.key_or_group == "experiment":
+                for choice in _choices(override):
+                    _check_experiment(config_name, choice)
         known: set[str] = set()
         defaults: dict[str, Any] = {}
         # a sweep over groups may give keys to some of its jobs only
@@ -104,6 +108,23 @@ def _check(config_name: str, arguments: list[str]) -> None:
             raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
         if not override.is_sweep_override():
             _check_type(key, override.value(), defaults.get(key))
+
+
+def _check_experiment(config_name: str, choice: str) -> None:
+    """Hydra lets an experiment file add any key; here each must exist already, in the choices that the file makes."""
+    if choice == "null":
+        return
+    written = OmegaConf.load(CONF / "experiment" / f"{choice}.yaml")
+    assert isinstance(written, DictConfig)
+    picks: list[str] = []
+    entry: Any
+    for entry in written.pop("defaults", None) or []:
+        for group, pick in entry.items() if isinstance(entry, DictConfig) else []:
+            picks.append(f"{str(group).removeprefix('override ').lstrip('/')}={pick}")
+    known = _keys(compose(config_name, picks))
+    for key in sorted(_keys(written)):
+        if key not in known and not any(part in _OPEN for part in key.split(".")[:-1]):
+            raise ValueError(f"experiment {choice!r}: unknown key {key!r}; {_nearest_key(key, known)}")
 
 
 def _check_type(key: str, value: Any, default: Any) -> None:
@@ -178,9 +199,16 @@ def _own_directory(cfg: dict[str, Any]) -> None:
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return
-    job = HydraConfig.get().job
-    said = re.sub(r"[^A-Za-z0-9.=_-]+", "_", job.override_dirname)[:80].strip("_")
-    cfg["out_dir"] = str(Path(cfg["out_dir"]) / f"{job.num}-{said}")
+    # the job's number, and what the sweep varies
+    parse = OverridesParser.create().parse_override
+    swept = {
+        argument.partition("=")[0]
+        for argument in sys.argv[1:]
+        if "=" in argument and not argument.startswith("-") and parse(argument).is_sweep_override()
+    }
+    here = [o.partition("=")[2] for o in HydraConfig.get().overrides.task if o.partition("=")[0] in swept]
+    said = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(here))[:60].strip("_")
+    cfg["out_dir"] = str(Path(cfg["out_dir"]) / f"{HydraConfig.get().job.num}-{said}")
 
 
 def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:

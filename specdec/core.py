@@ -53,6 +53,11 @@ def nearest(key: str, valid: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options)}"
 
 
+def first_line(error: Exception) -> str:
+    """Another library's error, short enough to stand inside a line of ours."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+
+
 class Checked(BaseModel):
     """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one."""
 

@@ -71,7 +71,9 @@ class Engine:
         self.limit_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
         self.step_R = np.zeros(max_batch_size, dtype=np.int64)  # verdicts so far, the prefill's included
         self.seed_R = np.zeros(max_batch_size, dtype=np.int64)
-        self.began_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
+        self.begun_R = np.zeros(max_batch_size, dtype=bool)  # the proposer knows of the request
+        self.text_R = [""] * max_batch_size  # the answer so far, if the request has stop strings
+        self.since_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
         self.stop_RV = np.zeros((max_batch_size, target.vocab_size), dtype=bool)  # tokens that end the request
         self.token_RL = np.zeros((max_batch_size, 0), dtype=np.int64)  # committed tokens
         self.hidden_R: list[list[Tensor]] = [[] for _ in range(max_batch_size)]
@@ -174,6 +176,7 @@ class Engine:
                 request.stats.prefill_s += sum(clock.seconds())
                 continue
             self.proposer.begin(int(row), request)
+            self.begun_R[row] = True
             nothing = Draft(chunk.new_zeros(1, 0), torch.zeros(1, dtype=torch.int64))
             rows = np.array([row])
             finished += self._commit(rows, nothing, self._verify(rows, nothing, out.logits), clock)
@@ -186,10 +189,10 @@ class Engine:
         self.token_RL[row, : len(ids)] = ids
         self.prompt_R[row] = self.length_R[row] = len(ids)
         self.cached_R[row] = self.step_R[row] = 0
-        self.limit_R[row], self.seed_R[row], self.began_R[row] = self.limit(request), request.seed, time.perf_counter()
+        self.limit_R[row], self.seed_R[row], self.since_R[row] = self.limit(request), request.seed, time.perf_counter()
         self.stop_RV[row] = False
         self.stop_RV[row, self._stop_ids(request)] = True
-        self.hidden_R[row] = []
+        self.hidden_R[row], self.text_R[row] = [], ""
         params = request.params
         if self.counts_RV is None and (params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty):
             shape = (self.max_batch_size, self.target.vocab_size)
@@ -312,11 +315,11 @@ class Engine:
     ) -> list[Request]:
         """Append what stands, cut at a stop, count, and let finished requests go."""
         accepted_B, length_B, num_rows = told.accepted_B, self.length_R[rows], len(rows)
+        position_J = np.arange(told.draft_BK.shape[1] + 1)
         emit_BJ = np.concatenate([told.draft_BK, told.token_B[:, None]], 1)
-        emit_BJ[np.arange(num_rows), accepted_B] = told.token_B
+        emit_BJ = np.where(position_J < accepted_B[:, None], emit_BJ, told.token_B[:, None])
 
         # stop rules: what comes after a stop token, a stop string or the length limit is neither output nor accepted
-        position_J = np.arange(emit_BJ.shape[1])
         count_B = np.minimum(accepted_B + 1, self.limit_R[rows] - length_B)
         stop_BJ = self.stop_RV[rows[:, None], emit_BJ] & (position_J < count_B[:, None])
         stopped_B = stop_BJ.any(1)
@@ -347,14 +350,14 @@ class Engine:
             stats = self._request(row).stats
             if self.step_R[row] == 1:
                 stats.prefill_s += sum(times)
-                stats.time_to_first_token_s = now - self.began_R[row]
-                self.began_R[row] = now
+                stats.time_to_first_token_s = now - self.since_R[row]
+                self.since_R[row] = now
             else:
                 accepted, emitted = min(accepted_B[b], count_B[b]), count_B[b]
                 draft_s, verify_s = times
                 stats.add(int(draft.length_B[b]), int(accepted), int(emitted), draft_s, verify_s, num_rows)
             if stopped_B[b] or self.length_R[row] >= self.limit_R[row]:
-                stats.decode_s = now - self.began_R[row]
+                stats.decode_s = now - self.since_R[row]
                 finished.append(self._finish(row, bool(stopped_B[b])))
         return finished
 
@@ -369,8 +372,9 @@ class Engine:
         return request
 
     def _leave(self, row: int) -> None:
-        if self.step_R[row]:
+        if self.begun_R[row]:
             self.proposer.end(int(row))
+        self.begun_R[row] = False
         self.request_R[row] = None
         self.prompt_R[row] = self.cached_R[row] = self.length_R[row] = self.step_R[row] = 0
 
@@ -390,25 +394,32 @@ class Engine:
 
     def _stop_string(self, row: int, length: int, count: int) -> int:
         """How many of the tokens just committed to keep, so that the text ends with the one that completes a stop string;
-        0 if none does. Sets the request's text and stop_reason."""
-        request, tokenizer = self._request(row), self.target.tokenizer
-        first, special = self.prompt_R[row], request.params.skip_special_tokens
-        # a stop string of n bytes ends within the last n tokens, as a token is at least a byte
-        reach = max(len(stop.encode()) for stop in request.params.stop) + 8
+        0 if none does. Sets the request's text and stop_reason. A string that was complete before, as can be while
+        `min_tokens` holds it off, does not count."""
+        request, first = self._request(row), self.prompt_R[row]
+
+        def text_of(last: int) -> str:
+            tokens = self.token_RL[row, first:last]
+            return self.target.tokenizer.decode(tokens, skip_special_tokens=request.params.skip_special_tokens)
+
+        def found_in(text: str, before: str) -> tuple[int, str] | None:
+            known = len(before.rstrip("\ufffd"))  # a character may be cut in the middle
+            new = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in request.params.stop]
+            return min(((place, stop) for place, stop in new if place >= 0), default=None)
+
+        before, whole = self.text_R[row], text_of(length + count)
+        self.text_R[row] = whole
+        if found_in(whole, before) is None:
+            return 0
         for keep in range(1, count + 1):
-            if length + keep - first < request.params.min_tokens:
-                continue
-            tail = self.token_RL[row, max(first, length + keep - reach) : length + keep]
-            tail_text = tokenizer.decode(tail, skip_special_tokens=special)
-            if not any(stop in tail_text for stop in request.params.stop):
-                continue
-            text = tokenizer.decode(self.token_RL[row, first : length + keep], skip_special_tokens=special)
-            found = [(place, stop) for stop in request.params.stop if (place := text.find(stop)) >= 0]
-            if found:
-                place, stop = min(found)
+            text = text_of(length + keep)
+            found = found_in(text, before)
+            if found and length + keep - first >= request.params.min_tokens:
+                place, stop = found
                 end = place + len(stop) if request.params.include_stop_str_in_output else place
                 request.text, request.stop_reason = text[:end], stop
                 return keep
+            before = text
         return 0
 
 

@@ -147,9 +147,10 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"method {name!r} needs model; {_MODEL_HINT[name]}")
         if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
             raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
-        # what the scheme refuses is found before a draft model is loaded
-        verifier = rejection.build(scheme, num_draft or 0, **scheme_params)
-        return method.build(name, target, **given), verifier
+        if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
+            rejection.build(scheme, num_draft, **scheme_params)
+        proposer = method.build(name, target, **given)
+        return proposer, rejection.build(scheme, proposer.num_speculative_tokens, **scheme_params)
 
 
 _MODEL_HINT = {

@@ -144,7 +144,7 @@ def adjust(
     for j in range(num_positions):
         if j:
             counts = (j - 1 < length_B).to(device, output_BV.dtype).unsqueeze(-1)
-            output_BV.scatter_add_(-1, draft_BK[:, j - 1 : j], counts)
+            output_BV.scatter_add_(-1, draft_BK[:, j - 1 : j] * counts, counts)  # padding counts for nothing
         logits = logits_BJV[:, j]
         seen = (prompt_BV + output_BV) > 0
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)

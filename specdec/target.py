@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging as transformers_logging
 
 from specdec import hub, linear
-from specdec.core import nearest
+from specdec.core import first_line, nearest
 from specdec.kv import SlotCache, Window, slot_attention
 
 AttentionInterface.register("specdec", slot_attention)
@@ -93,7 +93,7 @@ class CausalLM:
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
             except Exception as error:
-                raise ValueError(f"{self.path}: no tokenizer that can be read ({_first_line(error)})") from None
+                raise ValueError(f"{self.path}: no tokenizer that can be read ({first_line(error)})") from None
         return self._tokenizer
 
     @property
@@ -185,7 +185,7 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"{path}: config.json cannot be read ({_first_line(error)})") from None
+        raise ValueError(f"{path}: config.json cannot be read ({first_line(error)})") from None
     _refuse_what_cannot_roll_back(path, config)
     if hub.is_random(path):
         with torch.random.fork_rng(), device:
@@ -193,11 +193,19 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="specdec")
     else:
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation="specdec", use_safetensors=True, trust_remote_code=False
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation="specdec",
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         except Exception as error:
-            raise ValueError(f"{path}: the weights cannot be read ({_first_line(error)}); fetch the model again") from None
+            raise ValueError(f"{path}: the weights cannot be read ({first_line(error)}); fetch the model again") from None
+        model, told = loaded
+        if told["missing_keys"]:  # transformers would leave them random
+            raise ValueError(f"{path}: the weights lack {sorted(told['missing_keys'])[0]!r}; fetch the model again")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -216,10 +224,9 @@ def _eos_token_ids(path: Path, config: Any) -> list[int]:
     """All ids that end a generation: those of generation_config.json, else those of config.json."""
     ids = None
     if (path / "generation_config.json").exists():
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
+        try:
+            ids = GenerationConfig.from_pretrained(path).eos_token_id
+        except Exception as error:
+            raise ValueError(f"{path}: generation_config.json cannot be read ({first_line(error)})") from None
     ids = config.eos_token_id if ids is None else ids
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]

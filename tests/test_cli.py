@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from specdec import config, engine, stats, tasks, track
+from specdec import bench, config, engine, method, rejection, stats, tasks, track
 from specdec.config import CONF, read
 from specdec.target import CausalLM
 
@@ -107,7 +107,7 @@ def write_tasks(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------- what a run writes
+# -------------------------------------------------------------------------------------- what a run writes
 
 
 @pytest.fixture(scope="module")
@@ -362,6 +362,47 @@ def test_a_bad_value(arguments: tuple[str, ...], words: list[str], tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
+def later(*values: Any, reason: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+ODDITIES = [
+    later(("+limt=3",), "'limt'", reason="a key that + adds is not looked at, and nobody reads it"),
+    later(("~sampling",), "sampling", reason="KeyError: what ~ takes away is missed later"),
+    later(("sampling={temprature: 1}",), "'sampling.temperature'", reason="left to Hydra, which takes five lines"),
+    later(("sampling.logit_bias.5=1.0",), "logit_bias", reason="left to Hydra, which takes five lines"),
+    later(("method=ngram,suffix",), "-m", reason="left to Hydra, which takes four lines"),
+    later(("num_threads=-1",), "num_threads=-1", reason="RuntimeError of torch"),
+    later(("method.num_speculative_tokens=5000",), "5000", reason="RuntimeError of cost.py at the end"),
+    later(
+        ("method=suffix", 'speculative_config={"method": "ngram", "num_speculative_tokens": 3}'),
+        "speculative_config",
+        reason="method= is ignored, and still stands in name, out_dir and config.yaml",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), ODDITIES, ids=lambda value: "".join(value)[:40])
+def test_an_oddity(arguments: tuple[str, ...], words: str, tmp_path: Path, cli: Cli) -> None:
+    assert words in cli("run", *SMALL, f"out_dir={tmp_path / 'run'}", *arguments).error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "number"),
+    [
+        later("limit=null", 2, reason="the experiment's limit of 4 makes limit a number, and null is none"),
+        later("sampling.max_tokens=null", 1, reason="its default of 128 makes it a number, and null is none"),
+    ],
+)
+def test_a_limit_can_be_taken_away(argument: str, number: int, tmp_path: Path, cli: Cli) -> None:
+    path = write_tasks(tmp_path / "tasks.jsonl", [{"turns": ["a"]}, {"turns": ["b"]}])
+    what = ("experiment=tiny", "task=jsonl", f"task.path={path}", "limit=1", "max_model_len=40")
+    done = cli("run", *what, argument, f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    assert len(outputs(tmp_path / "run")) == number
+
+
 def test_too_little_memory(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "free_memory", lambda device: 1000)
     error = cli("run", *SMALL, f"out_dir={tmp_path / 'run'}").error
@@ -403,16 +444,15 @@ def test_an_experiment_file_is_applied_last(experiment: Callable[[str], Done], t
     assert (saved["seed"], saved["method"]["num_speculative_tokens"]) == (3, 7)
 
 
-NOT_SEEN = pytest.mark.xfail(strict=True, reason="check_command_line looks at arguments, not into files")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("limit: 1\nsampling: {temprature: 0.5}\n", "did you mean"),
         ("limit: 1\nmethod: {num_speculativ_tokens: 2}\n", "did you mean"),
-        pytest.param("limit: 1\nlimt: 2\n", "'limit'", marks=NOT_SEEN),
-        pytest.param("limit: 1\nmodel: {architectur: x}\n", "'model.architecture'", marks=NOT_SEEN),
+        ("limit: 1\nlimt: 2\n", "'limit'"),
+        ("limit: 1\nmodel: {architectur: x}\n", "'model.architecture'"),
+        later("limit: [1\n", "mine.yaml", reason="yaml's own error comes through, with a traceback"),
+        later("limit: many\n", "limit", reason="types are checked on the command line only"),
     ],
 )
 def test_a_typo_in_an_experiment_file(experiment: Callable[[str], Done], text: str, words: str) -> None:
@@ -476,14 +516,14 @@ def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str]) -> No
 
 
 def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> None:
-    """Ctrl-C, then resumed, then killed in the middle of a line, then resumed: lines that stood stay, byte for
-    byte, and the outputs are those of a run that nothing happened to. Sampled, so that seeds must come back;
+    """Ctrl-C, then resumed, then killed within a line, then resumed: lines that stood stay, byte for byte,
+    and the outputs are those of a run that nothing happened to. Sampled, so that seeds must come back;
     with conversations, whose second turns are made from answers on disk."""
-    lines = [{"turns": [f"Tell me about the number {i}.", "Why?"][: 1 + i % 2]} for i in range(40)]
-    count = 60
+    lines = [{"turns": [f"Tell me about the number {i}.", "Why?"][: 1 + i % 2]} for i in range(30)]
+    count = 45
     path, out_dir = write_tasks(tmp_path / "tasks.jsonl", lines), tmp_path / "run"
     what = ("model=tiny", "task=jsonl", f"task.path={path}", *SELF, "method.num_speculative_tokens=1")
-    how = ("sampling.temperature=0.8", "sampling.max_tokens=40", "max_batch_size=3", "baseline=false")
+    how = ("sampling.temperature=0.8", "sampling.max_tokens=24", "max_batch_size=3", "baseline=false")
     shared = (*what, *how)
     requests = out_dir / "requests.jsonl"
 
@@ -517,7 +557,7 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
     assert json.loads((out_dir / "summary.json").read_text())["overall"]["num_requests"] == count
 
 
-# ------------------------------------------------------------------------------------ sweeps and comparisons
+# --------------------------------------------------------------------------------- sweeps and comparisons
 
 
 @pytest.fixture(scope="module")
@@ -534,9 +574,9 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_a_sweep_has_a_directory_per_job(sweeps: list[Path]) -> None:
     assert [path.parent.name for path in sweeps] == ["one", "one", "two", "two"]
-    for path, method in zip(sweeps, ("none", "ngram") * 2, strict=True):
-        assert f"method={method}" in path.name
-        assert {row["method"] for row in rows_of(path / "requests.jsonl")} == {method}
+    for path, name in zip(sweeps, ("none", "ngram") * 2, strict=True):
+        assert path.name.endswith(name), "a job is called after what varies"
+        assert {row["method"] for row in rows_of(path / "requests.jsonl")} == {name}
         assert read(path / "config.yaml")["out_dir"] == str(path)
 
 
@@ -549,7 +589,6 @@ def test_the_jobs_of_two_sweeps_compare(sweeps: list[Path], tmp_path: Path, cli:
     assert len(png) > 10_000
 
 
-@pytest.mark.xfail(strict=True, reason="a job's name has all overrides in it, and leaves no room for columns")
 def test_the_table_of_a_sweep_can_be_read(sweeps: list[Path], tmp_path: Path, cli: Cli) -> None:
     """As `make demo` ends: the jobs of a sweep in one table, in a file or a terminal of 150 columns."""
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
@@ -557,7 +596,6 @@ def test_the_table_of_a_sweep_can_be_read(sweeps: list[Path], tmp_path: Path, cl
     assert ["ngram" in line for line in lines] == [False, True, False, True], done.out
 
 
-@pytest.mark.xfail(strict=True, reason="hydra.sweep.dir is '.', where Hydra leaves a multirun.yaml")
 def test_a_sweep_leaves_nothing_where_it_was_called(sweeps: list[Path]) -> None:
     assert {path.name for path in sweeps[0].parents[1].iterdir()} == {"one", "two"}
 
@@ -590,7 +628,7 @@ def test_compare_needs_two_finished_runs(finished: Finished, tmp_path: Path, cli
     assert "no summary.json" in cli("compare", finished[0], tmp_path / "nowhere").error
 
 
-# -------------------------------------------------------------------------------------- W&B and the benchmark
+# ---------------------------------------------------------------------------------- W&B and the benchmark
 
 
 def test_wandb_without_a_key_is_kept_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,11 +660,14 @@ def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:
     done = cli("bench", "model=tiny", *few, f"out_dir={tmp_path / 'bench'}")
     assert done.code == 0, done.err
     results = json.loads((tmp_path / "bench" / "bench.json").read_text())
-    rivals = {line["ours"]: line["theirs"] for line in results["speed"]}
-    assert rivals["none"] == "HF generate"
-    assert rivals["draft_model K=5"] == "HF assisted K=5"
-    assert rivals["ngram K=5 n<=3"] == "HF prompt lookup K=5 n<=3"
-    assert rivals["ngram, our default"] == rivals["suffix, our default"] == "HF prompt lookup, its default"
+    pairs = {(line["ours"], line["theirs"]) for line in results["speed"]}
+    assert pairs >= {
+        ("none", "HF generate"),
+        ("ngram K=5 n<=3", "HF prompt lookup K=5 n<=3"),
+        ("ngram, our default", "HF prompt lookup, its default"),
+        ("suffix, our default", "HF prompt lookup, its default"),
+        ("draft_model K=5", "HF assisted K=5"),
+    }
     for line in results["speed"]:
         assert (line["dtype"], line["threads"]) == ("float32", 1)
         ours, theirs = line["ours_tokens_per_s"], line["theirs_tokens_per_s"]
@@ -639,3 +680,27 @@ def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:
     assert "suffix trie" in done.out
     assert "limt" in cli("bench", "model=tiny", "limt=2").error
     assert "already holds a run" in cli("bench", "model=tiny", *few, f"out_dir={tmp_path / 'bench'}").error
+
+
+def test_the_benchmark_decodes_every_prompt_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompt twice takes as many forwards twice: a contender must not know the answer already."""
+    target, forward, counts = CausalLM("tiny", "float32", "cpu"), CausalLM.forward, []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        counts[-1] += 1
+        return forward(*given, **more)
+
+    monkeypatch.setattr(CausalLM, "forward", counted)
+    drafter = method.build("suffix", target)
+    decode = bench.ours(engine.Engine(target, drafter, rejection.build("standard")), 32)
+    for _ in range(2):
+        counts.append(0)
+        decode(list(b"the quick brown fox"))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.xfail(strict=True, reason="it claims the directory before it knows the model")
+def test_a_benchmark_that_cannot_start_takes_no_directory(tmp_path: Path, cli: Cli) -> None:
+    where = f"out_dir={tmp_path / 'bench'}"
+    assert "no such directory" in cli("bench", "model=tiny", "model.path=/nowhere", where).error
+    assert not (tmp_path / "bench").exists()

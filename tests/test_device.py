@@ -36,9 +36,7 @@ def reference(name: str) -> list[list[int]]:
     answers = []
     for prompt, most in zip(tiny_prompts(), MAX_TOKENS, strict=True):
         ids = torch.tensor([prompt], device=DEVICE)
-        out = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most, pad_token_id=0
-        )
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most, pad_token_id=0)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 

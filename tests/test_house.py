@@ -50,7 +50,7 @@ def place(name: str) -> str | None:
     return parts[1] if parts[0] == "specdec" and len(parts) > 1 and not parts[1].startswith("__") else None
 
 
-# ---------------------------------------------------------------------------------------------- imports
+# ------------------------------------------------------------------------------------------------ imports
 
 
 def test_every_module_has_a_place() -> None:
@@ -108,7 +108,7 @@ def test_a_script_does_its_work_when_called_not_when_imported() -> None:
         assert "__main__" in path.read_text(), f"{short(path)} has no main guard"
 
 
-# ---------------------------------------------------------------------------------------------- groups
+# ------------------------------------------------------------------------------------------------- groups
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=short)
@@ -160,7 +160,7 @@ def test_a_scheme_says_what_it_is(name: str) -> None:
     assert inspect.getdoc(module.verify), "a public function has a docstring"
 
 
-# ---------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize("path", MODULES + SCRIPTS, ids=short)

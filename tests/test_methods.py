@@ -148,7 +148,7 @@ def test_unknown_settings_name_the_nearest() -> None:
         method.find("sufix")
 
 
-# ------------------------------------------------------------------------------------------------ contract
+# ----------------------------------------------------------------------------------------------- contract
 
 Make = Callable[[], Proposer]
 VARIANTS = [*((name, {}) for name in METHODS), ("draft_model", {"draft_sample_method": "probabilistic"})]

@@ -604,7 +604,7 @@ NEGATIVE = {case["name"]: case for case in VECTORS["negative_cases"]}
 
 
 def ratios(draft: Draft, p_BJV: Tensor) -> Tensor:
-    return standard.target_p(draft, p_BJV) / standard.drawn(draft)
+    return standard.target_p(draft, p_BJV) / standard.draft_q(draft, p_BJV)
 
 
 def block_prefix(draft: Draft, p_BJV: Tensor) -> Tensor:
@@ -838,7 +838,7 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
             q_rows.append(random_laws(generator, tables, vocab**i, vocab)[table_B, prefix_B])
         p_BJV, q_BKV = torch.stack(p_rows, 1), torch.stack(q_rows[:-1], 1)
         draft = Draft(token_BK, torch.full((len(token_BK),), gamma), q_BKV)
-        weight_B = standard.drawn(draft).prod(-1)
+        weight_B = standard.draft_q(draft, p_BJV).prod(-1)
 
         def mean(value_B: Tensor, weight_B: Tensor = weight_B, tables: int = tables) -> Tensor:
             return (value_B * weight_B).reshape(tables, -1).sum(-1)
@@ -1009,7 +1009,7 @@ def test_uniforms_just_below_one(scheme: str) -> None:
     draft = Draft(inverse_cdf(q_BKV, noise(generator, 5_000, 1)), torch.ones(5_000, dtype=torch.int64), q_BKV)
     u_BJ = torch.full((5_000, 2), ALMOST_ONE, dtype=torch.float64)
     verdict = build(scheme)(draft, p_BJV, u_BJ)
-    liked_B = (standard.target_p(draft, p_BJV) >= standard.drawn(draft))[:, 0]
+    liked_B = (standard.target_p(draft, p_BJV) >= standard.draft_q(draft, p_BJV))[:, 0]
     assert torch.equal(verdict.num_accepted_B == 1, liked_B)
     assert bool(((verdict.token_B >= 0) & (verdict.token_B < 4)).all())
 

@@ -34,7 +34,7 @@ def request(
 RAGGED = request([0, 3, 0, 2, 3, 1], [0, 3, 0, 1, 0, 1])
 
 
-# ---------------------------------------------------------------------------------------------- derive
+# ------------------------------------------------------------------------------------------------- derive
 
 
 def test_histogram_is_length_by_accepted() -> None:
@@ -109,7 +109,7 @@ def test_a_stop_inside_a_draft_emits_less_than_accepted_plus_one() -> None:
     assert got["mean_acceptance_length"] == 1 + 3 / 2
 
 
-# --------------------------------------------------------------------------------------- many requests
+# ------------------------------------------------------------------------------------------ many requests
 
 
 def random_requests(count: int, seed: int) -> list[RequestStats]:
@@ -174,7 +174,7 @@ def test_bootstrap_leaves_out_requests_without_the_number() -> None:
     assert stats.mean_over_requests([], "tokens_per_step") is None
 
 
-# ------------------------------------------------------------------------------------------------ time
+# --------------------------------------------------------------------------------------------------- time
 
 
 def test_busy_seconds_divide_a_step_among_its_rows() -> None:
@@ -189,7 +189,7 @@ def test_busy_seconds_divide_a_step_among_its_rows() -> None:
     assert stats.decode_tokens_per_s([RequestStats()]) is None
 
 
-# ---------------------------------------------------------------------------------------- vLLM's names
+# ------------------------------------------------------------------------------------------- vLLM's names
 
 
 def test_metrics_of_one_answer_have_vllms_names_and_formulas() -> None:
@@ -214,7 +214,7 @@ def test_metrics_where_nothing_was_drafted() -> None:
     assert got.per_step_drafted == got.per_step_accepted == []
 
 
-# -------------------------------------------------------------------------------------- the cost model
+# ----------------------------------------------------------------------------------------- the cost model
 
 
 @pytest.mark.parametrize("case", SPEEDUP_CASES, ids=lambda case: f"a{case['alpha']}-c{case['c']}")

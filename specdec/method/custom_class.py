@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.core import Context, Draft, Request, Silent, ragged
+from specdec.core import Context, Draft, Request, Silent, first_line, ragged
 from specdec.target import CausalLM
 
 
@@ -76,7 +76,7 @@ def load(path: str, available: dict[str, Any]) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"custom_class: cannot import {module_name!r} ({type(error).__name__}: {error})") from error
+        raise ValueError(f"custom_class: cannot import {module_name!r} ({first_line(error)})") from error
     if not hasattr(module, class_name):
         raise ValueError(f"custom_class: module {module_name!r} has no class {class_name!r}")
     cls = getattr(module, class_name)
@@ -84,7 +84,7 @@ def load(path: str, available: dict[str, Any]) -> Any:
         accepted = inspect.signature(cls).parameters
         own = cls(**{key: value for key, value in available.items() if key in accepted})
     except Exception as error:
-        raise ValueError(f"custom_class: {path} could not be constructed ({type(error).__name__}: {error})") from error
+        raise ValueError(f"custom_class: {path} could not be constructed ({first_line(error)})") from error
     if not callable(getattr(own, "propose", None)):
         raise ValueError(f"custom_class: {path} has no callable 'propose'")
     return own

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import Draft, Verdict
-from specdec.rejection.standard import drawn, live, residual, target_p
+from specdec.rejection.standard import draft_q, live, residual, target_p
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -25,7 +25,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """draft: token_BK, q_BKV or None; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossless."""
     num_rows, num_draft = p_BJV.shape[0], p_BJV.shape[1] - 1
     length_B = draft.length_B.to(p_BJV.device)
-    p_BK, q_BK, live_BK = target_p(draft, p_BJV), drawn(draft), live(draft, p_BJV)
+    p_BK, q_BK, live_BK = target_p(draft, p_BJV), draft_q(draft, p_BJV), live(draft, p_BJV)
     ratio_BK = torch.where(q_BK > 0, p_BK / q_BK, torch.where(p_BK > 0, torch.inf, 0.0))
 
     prefix_B = torch.ones(num_rows, dtype=torch.float64, device=p_BJV.device)  # P_i

@@ -20,7 +20,7 @@ keyed_by = "step"
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """draft: token_BK, q_BKV or None; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossless."""
     num_positions = p_BJV.shape[1] - 1
-    accept_BK = live(draft, p_BJV) & (u_BJ[:, :num_positions] * drawn(draft) < target_p(draft, p_BJV))
+    accept_BK = live(draft, p_BJV) & (u_BJ[:, :num_positions] * draft_q(draft, p_BJV) < target_p(draft, p_BJV))
     return settle(draft, p_BJV, u_BJ, accept_BK)
 
 
@@ -36,16 +36,21 @@ def live(draft: Draft, p_BJV: Tensor) -> Tensor:
     return position < draft.length_B.to(p_BJV.device).unsqueeze(-1)
 
 
+def tokens(draft: Draft, p_BJV: Tensor) -> Tensor:
+    """[B, K] the draft, with 0 for padding, which may be no token at all."""
+    return draft.token_BK.masked_fill(~live(draft, p_BJV), 0)
+
+
 def target_p(draft: Draft, p_BJV: Tensor) -> Tensor:
     """[B, K] p_i(x_i), float64."""
-    return p_BJV[:, :-1].gather(-1, draft.token_BK.unsqueeze(-1)).squeeze(-1).double()
+    return p_BJV[:, :-1].gather(-1, tokens(draft, p_BJV).unsqueeze(-1)).squeeze(-1).double()
 
 
-def drawn(draft: Draft) -> Tensor:
+def draft_q(draft: Draft, p_BJV: Tensor) -> Tensor:
     """[B, K] q_i(x_i), float64; 1 for a deterministic draft."""
     if draft.q_BKV is None:
         return torch.ones_like(draft.token_BK, dtype=torch.float64)
-    return draft.q_BKV.gather(-1, draft.token_BK.unsqueeze(-1)).squeeze(-1).double()
+    return draft.q_BKV.gather(-1, tokens(draft, p_BJV).unsqueeze(-1)).squeeze(-1).double()
 
 
 def residual(draft: Draft, p_BJV: Tensor, num_accepted_B: Tensor, scale_B: Tensor | None = None) -> Tensor:
@@ -61,7 +66,7 @@ def residual(draft: Draft, p_BJV: Tensor, num_accepted_B: Tensor, scale_B: Tenso
     rejected_B = num_accepted_B < draft.length_B.to(p_BJV.device)
     at_B = num_accepted_B.clamp(max=num_positions - 2)
     if draft.q_BKV is None:
-        left_BV = p_BV.scatter(-1, draft.token_BK[row, at_B].unsqueeze(-1), 0.0)
+        left_BV = p_BV.scatter(-1, tokens(draft, p_BJV)[row, at_B].unsqueeze(-1), 0.0)
     else:
         scaled_BV = p_BV if scale_B is None else p_BV * scale_B.unsqueeze(-1)
         left_BV = (scaled_BV - draft.q_BKV[row, at_B].double()).clamp(min=0)
