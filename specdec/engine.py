@@ -75,7 +75,7 @@ class Engine:
         self.text_R = [""] * max_batch_size  # the answer so far, if the request has stop strings
         self.since_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
         self.stop_RV = np.zeros((max_batch_size, target.vocab_size), dtype=bool)  # tokens that end the request
-        self.token_RL = np.zeros((max_batch_size, 0), dtype=np.int64)  # committed tokens
+        self.token_RL = np.zeros((0, 0), dtype=np.int64)  # committed tokens
         self.hidden_R: list[list[Tensor]] = [[] for _ in range(max_batch_size)]
         self.logits_RV: Tensor | None = None  # what the last token was chosen from, if the proposer asks for it
         self.counts_RV: tuple[Tensor, Tensor] | None = None  # of prompt and output tokens, if some request penalises
@@ -145,8 +145,8 @@ class Engine:
             )
         self.cache.reserve(rows, slots)
         self.proposer.reserve(rows, slots)
-        more = self.cache.slots - self.token_RL.shape[1]
-        self.token_RL = np.pad(self.token_RL, ((0, 0), (0, more)))
+        have_rows, have_slots = self.token_RL.shape
+        self.token_RL = np.pad(self.token_RL, ((0, self.cache.rows - have_rows), (0, self.cache.slots - have_slots)))
 
     # ---------------------------------------------------------------- the loop
 

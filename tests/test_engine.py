@@ -687,6 +687,15 @@ def test_min_tokens_holds_off_stop_strings(num_draft: int, wrong_every: int, tin
     assert request.text == "a. b. c"
 
 
+def test_a_row_forgets_the_text_of_the_request_before(tiny: CausalLM) -> None:
+    encode = functools.partial(tiny.tokenizer.encode, add_special_tokens=False)
+    target = Script(encode(PROMPT + "one STOP, two STOP, three"), tiny.tokenizer)
+    params = {"max_tokens": 20, "temperature": 0.0}
+    requests = [make(encode(PROMPT), i, stop=stop, **params) for i, stop in enumerate(["none", "STOP", "two"])]
+    run(target, plain(target), "standard", requests, rows=1)
+    assert [request.text for request in requests] == [None, "one ", "one STOP, "]
+
+
 @DRAFTS
 def test_a_stop_string_may_be_of_many_tokens(num_draft: int, wrong_every: int, tiny: CausalLM) -> None:
     """Special tokens have no text, and any number of them may stand within a stop string."""
@@ -872,3 +881,15 @@ def test_an_engine_is_cleared_that_broke_at_a_first_token(case: Case) -> None:
     engine.clear()
     assert not watching.running
     assert len(list(engine.run([make([1, 2], max_tokens=5)]))) == 1
+
+
+def test_a_proposer_is_not_told_of_the_end_of_what_did_not_begin() -> None:
+    """The prompt of the second request of a row breaks."""
+    target = copy.copy(TABLE)
+    target.forward = breaks_at(5, target.forward)  # type: ignore[method-assign]
+    watching = Watching(plain(target), target)
+    engine = Engine(target, watching, scheme("match"), 1)
+    with pytest.raises(RuntimeError, match="broken"):
+        list(engine.run([make([1, 2], i, max_tokens=5) for i in range(2)]))
+    engine.clear()
+    assert watching.num_ended == 1
