@@ -32,8 +32,7 @@ def run(cfg: dict[str, Any]) -> None:
     logging.set_verbosity_error()  # generate warns about its own arguments at every call
     out_dir, model, k = Path(cfg["out_dir"]), cfg["model"], cfg["num_speculative_tokens"]
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    track.claim(out_dir, cfg["resume"], {"bench": cfg["name"]})
-    config.save(cfg, out_dir / "config.yaml")
+    track.refuse_taken(out_dir, cfg["resume"])
     results: dict[str, Any] = {"environment": track.environment(), "speed": [], "batch": [], "suffix": []}
 
     for dtype in cfg["dtypes"]:
@@ -117,6 +116,8 @@ def run(cfg: dict[str, Any]) -> None:
     for count in cfg["suffix_tokens"]:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
 
+    track.claim(out_dir, cfg["resume"], {"bench": cfg["name"]})
+    config.save(cfg, out_dir / "config.yaml")
     track.write_json(out_dir / "bench.json", results)
     report.show(*report.bench_tables(results), f"written to {out_dir}")
 

@@ -35,6 +35,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     track.refuse_taken(out_dir, cfg["resume"])
+    if cfg["num_threads"] is not None and cfg["num_threads"] < 1:
+        raise ValueError(f"num_threads={cfg['num_threads']}: at least 1 is needed; null means 1")
     torch.set_num_threads(cfg["num_threads"] or 1)
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
@@ -91,6 +93,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         ),
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
+        "resumed": cfg["resume"],
         "environment": track.environment(),
         **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
@@ -103,6 +106,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
         report.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"
+        )
+    if cfg["resume"] and name == "suffix":
+        report.show(
+            "note: a resumed suffix run began with a cold tree of responses; its acceptance is not an uninterrupted run's"
         )
     if cfg["logger"]["name"] == "wandb":
         report.show(f"wandb: {track.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")

@@ -62,7 +62,10 @@ def median_ratio(ours: Timing, theirs: Timing) -> float:
 def ours(engine: Engine, max_tokens: int) -> Decode:
     """Greedy decoding of one prompt by the engine."""
 
+    reset = getattr(engine.proposer, "reset", lambda: None)
+
     def decode(prompt: list[int]) -> int:
+        reset()  # a memory of responses would know this very answer from the warm-up, or from another round
         request = Request("0", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
         return sum(len(done.output_token_ids) for done in engine.run([request]))
 

@@ -16,13 +16,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from specdec.core import nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 _OPEN = ("logit_bias",)  # keys whose value is the user's own mapping
+_NULLABLE = ("limit", "num_threads", "sampling.max_tokens")  # numbers, or null for no limit
 
 
 def fail(message: object) -> None:
@@ -54,8 +56,14 @@ def check_command_line(config_name: str) -> None:
                 next(words, None)
         else:
             arguments.append(word)
+    multirun = bool({"-m", "--multirun"} & set(sys.argv[1:]))
     try:
-        _check(config_name, arguments)
+        composed = _check(config_name, arguments, multirun)
+        if multirun:
+            sys.argv += _sweep_directory(composed, arguments)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        fail(f"{mark.name}, line {mark.line + 1}: not YAML ({error.problem})" if mark else error)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         fail(error)
 
@@ -74,12 +82,20 @@ def _quote_json(argument: str) -> str:
     return f"{key}='{escaped}'"
 
 
-def _check(config_name: str, arguments: list[str]) -> None:
+def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig:
+    """Raise ValueError for what is not known; returns the config of the first job."""
     overrides = []
     for argument in arguments:
-        if "=" not in argument and not argument.startswith("~"):
+        if "=" not in argument:
             raise ValueError(f"argument {argument!r} is not of the form key=value")
-        overrides += OverridesParser.create().parse_overrides([argument])
+        overrides.append(OverridesParser.create().parse_override(argument))
+        if overrides[-1].is_sweep_override() and not multirun:
+            raise ValueError(f"{argument}: several values are a sweep; say -m, or put a list in brackets")
+    keys = [override.key_or_group for override in overrides]
+    if "speculative_config" in keys:
+        for key in keys:
+            if key.split(".")[0] in ("method", "rejection"):
+                raise ValueError(f"{key}= and speculative_config= say the same thing; leave one of them out")
     groups = [override for override in overrides if (CONF / override.key_or_group).is_dir()]
     for override in groups:
         choices = [path.stem for path in (CONF / override.key_or_group).glob("*.yaml")]
@@ -100,14 +116,42 @@ def _check(config_name: str, arguments: list[str]) -> None:
             known |= _keys(composed)
             defaults |= {key: OmegaConf.select(composed, key, throw_on_missing=False) for key in known}
     for override in overrides:
-        key = override.key_or_group
-        if override in groups or key.startswith("hydra") or str(override.input_line).startswith(("+", "~")):
+        if override in groups or override.key_or_group.startswith("hydra"):
             continue
-        opened = any(part in _OPEN for part in key.split(".")[:-1])
-        if key not in known and not opened:
-            raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
-        if not override.is_sweep_override():
-            _check_type(key, override.value(), defaults.get(key))
+        value = None if override.is_sweep_override() else override.value()
+        for key, inner in _flat(override.key_or_group, value):
+            parent = key.rpartition(".")[0]
+            if parent.split(".")[-1] in _OPEN and not str(override.input_line).startswith("+"):
+                raise ValueError(f"{key}= is written {parent}={{{key.split('.')[-1]}: ...}}")
+            if key not in known and parent.split(".")[-1] not in _OPEN:
+                raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
+            if not override.is_sweep_override():
+                _check_type(key, inner, defaults.get(key))
+    return composed
+
+
+def _sweep_directory(composed: DictConfig, arguments: list[str]) -> list[str]:
+    """Further arguments that put all jobs of a sweep, and Hydra's note of it, into one directory."""
+    given = [argument for argument in arguments if argument.startswith("out_dir=")]
+    if given:
+        return [f"hydra.sweep.dir={given[-1].partition('=')[2]}"]
+    parts = [OmegaConf.select(composed, key) for key in ("task.name", "model.name")]
+    name = "-".join([*(part for part in parts if part), "sweep", *sorted(_swept(arguments))])
+    directory = "outputs/" + re.sub(r"[^A-Za-z0-9._-]+", "_", name)
+    return [f"out_dir={directory}", f"hydra.sweep.dir={directory}"]
+
+
+def _swept(arguments: list[str]) -> set[str]:
+    """The keys that a sweep varies."""
+    parse = OverridesParser.create().parse_override
+    return {a.partition("=")[0] for a in arguments if "=" in a and not a.startswith("-") and parse(a).is_sweep_override()}
+
+
+def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
+    """A key and its value; where that is a mapping, the keys inside."""
+    if not isinstance(value, dict) or key.split(".")[-1] in (*_OPEN, "speculative_config"):
+        return [(key, value)]
+    return [pair for name, inner in value.items() for pair in _flat(f"{key}.{name}", inner)]
 
 
 def _check_experiment(config_name: str, choice: str) -> None:
@@ -121,14 +165,18 @@ def _check_experiment(config_name: str, choice: str) -> None:
     for entry in written.pop("defaults", None) or []:
         for group, pick in entry.items() if isinstance(entry, DictConfig) else []:
             picks.append(f"{str(group).removeprefix('override ').lstrip('/')}={pick}")
-    known = _keys(compose(config_name, picks))
+    composed = compose(config_name, picks)
+    known = _keys(composed)
     for key in sorted(_keys(written)):
         if key not in known and not any(part in _OPEN for part in key.split(".")[:-1]):
             raise ValueError(f"experiment {choice!r}: unknown key {key!r}; {_nearest_key(key, known)}")
+        _check_type(key, OmegaConf.select(written, key), OmegaConf.select(composed, key, throw_on_missing=False))
 
 
 def _check_type(key: str, value: Any, default: Any) -> None:
     """A number where the default is a number, and so on. A default of null says nothing; an interpolation may be anything."""
+    if key in _NULLABLE:
+        default = 0 if value is not None else None
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
     wanted = kinds.get(type(default))
     if wanted is None or (isinstance(value, str) and value.startswith("${")):
@@ -178,6 +226,7 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
 
     def wrapped(cfg: DictConfig) -> None:
         try:
+            _name_by_object(cfg)
             plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             _own_directory(plain)
             run(plain)
@@ -192,6 +241,18 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
     return wrapped
 
 
+def _name_by_object(cfg: DictConfig) -> None:
+    """Where speculative_config is given, the groups say what it says, so that the run's name and its saved config are true."""
+    if cfg.get("speculative_config") is None:
+        return
+    from specdec.llm import SpeculativeConfig
+
+    given = SpeculativeConfig.parse(OmegaConf.to_container(cfg, resolve=True)["speculative_config"])  # type: ignore[call-overload, index]
+    with open_dict(cfg):
+        cfg.method = {"name": given.resolved_method}
+        cfg.rejection = {"name": given.rejection_sample_method}
+
+
 def _own_directory(cfg: dict[str, Any]) -> None:
     """In a sweep, out_dir gets a folder per job, named by number and overrides."""
     from hydra.core.hydra_config import HydraConfig
@@ -199,13 +260,8 @@ def _own_directory(cfg: dict[str, Any]) -> None:
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return
-    # the job's number, and what the sweep varies
-    parse = OverridesParser.create().parse_override
-    swept = {
-        argument.partition("=")[0]
-        for argument in sys.argv[1:]
-        if "=" in argument and not argument.startswith("-") and parse(argument).is_sweep_override()
-    }
+    # the job's number, and the values that the sweep varies
+    swept = _swept(sys.argv[1:])
     here = [o.partition("=")[2] for o in HydraConfig.get().overrides.task if o.partition("=")[0] in swept]
     said = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(here))[:60].strip("_")
     cfg["out_dir"] = str(Path(cfg["out_dir"]) / f"{HydraConfig.get().job.num}-{said}")

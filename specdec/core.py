@@ -87,6 +87,7 @@ class SamplingParams(Checked):
     Unlike vLLM, `min_p` and `logit_bias` work with speculation.
     """
 
+    model_config = ConfigDict(allow_inf_nan=False)
     what = "sampling parameter"
     aliases = ("max_new_tokens", "min_new_tokens")
 
@@ -124,7 +125,7 @@ class SamplingParams(Checked):
         for key in ("stop", "stop_token_ids"):
             if values.get(key, []) is None:
                 values[key] = []
-        if any(not text for text in values.get("stop", [])):
+        if isinstance(values.get("stop"), list) and "" in values["stop"]:
             raise ValueError("stop='': an empty stop string would stop every request; leave it out")
         return values
 

@@ -138,7 +138,13 @@ def _once(directory: Path, make: Any) -> Path:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     instead = f"use model.path=DIR for a local copy, or the embedded default {DEFAULT!r}"
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -150,6 +156,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise ValueError(f"hub model {name!r} has no revision {revision!r}") from None
     except LocalEntryNotFoundError:
         raise ValueError(f"hub model {name!r}: the hub can't be reached and there is no cached copy; {instead}") from None
+    except HFValidationError:
+        raise ValueError(f"model {name!r}: no such directory, and not a valid hub id (org/name); {instead}") from None
     except RepositoryNotFoundError:
         raise ValueError(f"hub model {name!r} does not exist, or is private and you are not logged in; {instead}") from None
     except Exception as error:

@@ -45,8 +45,8 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "dspark_draft_topk": (None,),
     "xpress_topc": (None,),
     "fly_window_size": (None,),
-    "fly_entropy_threshold": (None,),
-    "fly_entropy_top_k": (None,),
+    "fly_entropy_threshold": (None, 0.3),
+    "fly_entropy_top_k": (None, 3),
     "draft_model_config": (None,),
 }
 _NOT_BUILT_METHODS = (
@@ -99,7 +99,7 @@ class SpeculativeConfig(Checked):
                 raise ValueError(f"speculative_config is not JSON: {error.msg} at character {error.pos} of {given!r}") from None
         if given is None:
             return cls(method="none")
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
             raise ValueError(f"speculative_config={given!r} must be a JSON object, such as {{'method': 'ngram', ...}}")
         return cls(**given)
 
@@ -133,8 +133,9 @@ class SpeculativeConfig(Checked):
         name = self.resolved_method
         given = {key: value for key, value in self.model_dump().items() if value is not None}
         scheme = given.pop("rejection_sample_method")
-        for key in ("method", *(["model"] if name == "ngram" else [])):
-            given.pop(key, None)
+        given.pop("method", None)
+        if given.get("model") in ("ngram", "[ngram]"):  # vLLM's other spelling of method="ngram"
+            given.pop("model")
         scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
         if given.get("draft_sample_method") == "greedy" and "draft_sample_method" not in method.settings(name):
             given.pop("draft_sample_method")  # true of every deterministic drafter
@@ -147,6 +148,11 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"method {name!r} needs model; {_MODEL_HINT[name]}")
         if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
             raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
+        if num_draft is not None and num_draft >= target.max_model_len:
+            raise ValueError(
+                f"num_speculative_tokens={num_draft} is beyond the {target.max_model_len} tokens that {target.name} can hold; "
+                "lower it"
+            )
         if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
             rejection.build(scheme, num_draft, **scheme_params)
         proposer = method.build(name, target, **given)

@@ -40,6 +40,8 @@ def choose_device(device: str | None = None) -> torch.device:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
         raise ValueError(f"device={device!r} is not a device; use cpu, cuda or cuda:N") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: the engine runs on cpu and cuda")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch sees no CUDA device; use device=cpu")
     return chosen
@@ -192,6 +194,8 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="specdec")
     else:
+        loud = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # what is wrong is said below, in one line
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -203,6 +207,8 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             )
         except Exception as error:
             raise ValueError(f"{path}: the weights cannot be read ({first_line(error)}); fetch the model again") from None
+        finally:
+            transformers_logging.set_verbosity(loud)
         model, told = loaded
         if told["missing_keys"]:  # transformers would leave them random
             raise ValueError(f"{path}: the weights lack {sorted(told['missing_keys'])[0]!r}; fetch the model again")

@@ -159,11 +159,11 @@ def test_bootstrap_interval() -> None:
     assert min(values) <= own["low"] < own["mean"] < own["high"] <= max(values)
     # 1.96 standard errors either way, roughly
     half = 1.96 * np.std(values) / np.sqrt(30)
-    assert own["high"] - own["low"] == pytest.approx(2 * half, rel=0.15)
+    assert own["high"] - own["low"] == pytest.approx(2 * half, rel=0.1)
     assert stats.mean_over_requests(many, "tokens_per_step") == own, "seeded: the same every time"
     four_times = stats.mean_over_requests(many * 4, "tokens_per_step")
     assert four_times is not None
-    assert (own["high"] - own["low"]) / (four_times["high"] - four_times["low"]) == pytest.approx(2, rel=0.15)
+    assert (own["high"] - own["low"]) / (four_times["high"] - four_times["low"]) == pytest.approx(2, rel=0.1)
 
 
 def test_bootstrap_leaves_out_requests_without_the_number() -> None:

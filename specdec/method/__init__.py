@@ -39,7 +39,8 @@ def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
     """Construct a method. Settings that it does not take are a ValueError."""
     for key in kwargs:
         if key not in settings(name):
-            raise ValueError(f"method {name!r} takes no setting {key!r}; {nearest(key, settings(name))}")
+            advice = nearest(key, settings(name)) if settings(name) else "it takes none"
+            raise ValueError(f"method {name!r} takes no setting {key!r}; {advice}")
     if "target" in inspect.signature(find(name)).parameters:
         kwargs["target"] = target
     return find(name)(**kwargs)

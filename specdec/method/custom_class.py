@@ -55,7 +55,13 @@ class CustomClass(Silent):
     def propose(self, context: Context) -> Draft:
         draft = self.own.propose(context)
         if not isinstance(draft, Draft):
-            draft = ragged([np.asarray(tokens, dtype=np.int64) for tokens in draft], context.last_token_B.device)
+            drafts = [np.asarray(tokens, dtype=np.int64) for tokens in draft]
+            for tokens in drafts:
+                if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+                    raise ValueError(
+                        f"{self.name}.propose drafted {tokens.tolist()}; the vocabulary is 0..{self.vocab_size - 1}"
+                    )
+            draft = ragged(drafts, context.last_token_B.device)
         num_rows, width = len(context.rows), draft.token_BK.shape[1]
         if draft.token_BK.shape[0] != num_rows or draft.length_B.shape != (num_rows,):
             raise ValueError(
@@ -76,7 +82,9 @@ def load(path: str, available: dict[str, Any]) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"custom_class: cannot import {module_name!r} ({first_line(error)})") from error
+        raise ValueError(
+            f"custom_class: cannot import {module_name!r} ({first_line(error)}); is its folder in PYTHONPATH?"
+        ) from error
     if not hasattr(module, class_name):
         raise ValueError(f"custom_class: module {module_name!r} has no class {class_name!r}")
     cls = getattr(module, class_name)
