@@ -756,6 +756,9 @@ class Suffix(Silent):
     The better score wins, the request's own tree on ties. Drafts vary in length and may be empty; they are
     deterministic (q is one-hot). ValueError: a setting is beyond its limit.
 
+    The tree of all responses ties batch mates together: above temperature 0 a request's tokens then depend on what
+    others answered (their law does not), except under `match`. 0 cached requests, and each stands alone.
+
     num_speculative_tokens: tokens per draft at most; None: the tree's depth.
     suffix_decoding_max_tree_depth: tokens of match and draft together at most.
     suffix_decoding_max_cached_requests: finished responses that stay, first in first out; 0: no such tree.
