@@ -50,7 +50,7 @@ def summarize(
         if verify_s is not None:
             step_s = verify_s(1)
             result["speedup_model"] = model = stats.predicted_speedup(own, lambda n: verify_s(n) / step_s, step_s)
-            result["efficiency"] = result["speedup"] / model if result["speedup"] else None
+            result["efficiency"] = result["speedup"] / model if result["speedup"] and model else None
         return result
 
     by_category: dict[str, list[str]] = defaultdict(list)

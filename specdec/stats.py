@@ -143,14 +143,14 @@ def best_length(acceptance: float, draft_cost: float, limit: int = 64) -> int:
     return int(np.argmax(speedups)) + 1
 
 
-def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[int], float], step_s: float) -> float:
+def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[int], float], step_s: float) -> float | None:
     """The cost model on what was drafted: tokens per step over the mean of (v(drafted + 1) + draft time).
 
-    verify_cost: v(n), measured in this run; step_s: seconds of a plain step (v = 1) at the same batch size.
+    verify_cost: v(n), measured in this run; step_s: seconds of a plain step (v = 1) at the same batch size. None: no steps.
     """
     drafted = np.array([d for s in all_stats for d in s.drafted])
     if not len(drafted):
-        return 1.0
+        return None
     verify = np.mean([verify_cost(int(d) + 1) for d in drafted])
     draft = np.mean([t for s in all_stats for t in s.draft_s]) / step_s
     emitted = np.mean([e for s in all_stats for e in s.emitted])

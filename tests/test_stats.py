@@ -242,7 +242,7 @@ def test_predicted_speedup_by_hand() -> None:
     own = request([0, 2], [0, 2], draft_s=0.1)
     predicted = stats.predicted_speedup([own], lambda n: {1: 1.0, 3: 1.4}[n], step_s=0.5)
     assert predicted == pytest.approx(2 / (1.2 + 0.2))
-    assert stats.predicted_speedup([RequestStats()], lambda n: 1.0, 0.5) == 1.0
+    assert stats.predicted_speedup([RequestStats()], lambda n: 1.0, 0.5) is None
 
 
 def test_predicted_speedup_is_the_ideal_one_for_full_drafts_at_its_costs() -> None:
