@@ -44,14 +44,14 @@ def prove(model: str, count: int, max_tokens: int) -> int:
     prompts = conversations(target, count, max_tokens)
     theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
     greedy, sampled = [], SamplingParams(temperature=0.8, max_tokens=max_tokens)
-    with report.progress("HF generate", len(prompts)) as advance:
+    with report.progress(len(prompts), generate=0) as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = theirs.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
             )
             greedy.append(out[0, len(prompt) :].tolist())
-            advance()
+            advance("generate")
     del theirs
     plain = decode(target, {"method": "none"}, prompts, sampled, 1)
 

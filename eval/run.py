@@ -63,21 +63,26 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     track.claim(out_dir, cfg["resume"], identity)
     config.save(cfg, out_dir / "config.yaml")
 
-    recorded = []
-    for (path, own, judge), engine in zip(passes, engines, strict=True):
-        rows = track.Rows(path)
-        common = {
-            "method": "none" if path.stem == "baseline" else name,
+    names = ["none", name][-len(passes) :]
+    recorded = [track.Rows(path) for path, _, _ in passes]
+    common = [
+        {
+            "method": label,
             "rejection": judge.name,
             "num_speculative_tokens": own.num_speculative_tokens,
             "lossless": judge.lossless,
         }
-        with report.progress(f"{common['method']:>12}", sum(len(task.turns) for task in chosen), len(rows.rows)) as advance:
-            for task, turn, request in tasks.decode(engine, chosen, params, cfg["seed"], rows.answered):
-                rows.add(track.row_of(task, turn, request, target.tokenizer, common))
-                advance()
+        for label, (_, own, judge) in zip(names, passes, strict=True)
+    ]
+    done = {label: len(rows.rows) for label, rows in zip(names, recorded, strict=True)}
+    with report.progress(sum(len(task.turns) for task in chosen), **done) as advance:
+        for group in tasks.groups(chosen, cfg["max_batch_size"]):
+            for label, rows, engine, facts in zip(names, recorded, engines, common, strict=True):
+                for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], rows.answered):
+                    rows.add(track.row_of(task, turn, request, target.tokenizer, facts))
+                    advance(label)
+    for rows in recorded:
         rows.close()
-        recorded.append(rows)
 
     method_rows, plain_rows = recorded[-1], recorded[0]
     lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in method_rows.rows]

@@ -73,12 +73,18 @@ def lossless_said(
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; yields a function that advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total, completed=done)
-        yield lambda: bar.advance(task)
+def progress(total: int, **done: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr for each name, `done` of `total` through; yields a function that advances the named one by one."""
+    columns = (
+        TextColumn("{task.description:>12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        places = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
+        yield lambda name: bars.advance(places[name])
 
 
 def _number(value: float | None, digits: int = 2, suffix: str = "") -> str:
@@ -188,7 +194,8 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xticks(place, names, rotation=30, ha="right")
     axis.set_title("Speedup over decoding without speculation")
-    axis.legend(fontsize=8)
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])
+    axis.legend(fontsize=8, loc="upper left", ncols=3)
 
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -251,7 +258,7 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(place, names, rotation=20, ha="right")
         axis.set_title(title)
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(runs), 5), fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

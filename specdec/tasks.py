@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def decode(
     """Decode every turn of every task; yields (task, turn number from 1, request) as each finishes.
 
     answered: output tokens of requests that an earlier run finished, by request id; they are not decoded again.
-    A request's id is the task's id and the turn, and its seed depends on these and `seed` only, not on the order of decoding.
+    A request's id is the task's id and the turn; its seed depends on these and `seed` only, not on which other tasks there are.
     """
     tokenizer, answered = engine.target.tokenizer, dict(answered or {})
     of: dict[str, tuple[Task, int]] = {}
@@ -104,7 +105,7 @@ def decode(
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    def next_request(place: int, task: Task) -> Request | None:
+    def next_request(task: Task) -> Request | None:
         """The first turn that has no answer."""
         answers: list[str] = []
         for turn in range(1, len(task.turns) + 1):
@@ -114,20 +115,26 @@ def decode(
                 continue
             ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers)
             of[name] = (task, turn)
-            own = derived_seed(seed, place * 1000 + turn) if params.seed is None else params.seed
+            own = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
             return Request(name, ids, params, own, task.category)
         return None
 
-    place_of = {task.id: place for place, task in enumerate(tasks)}
-    first = [request for place, task in enumerate(tasks) if (request := next_request(place, task))]
+    first = [request for task in tasks if (request := next_request(task))]
     for request in engine.run(first):
         task, turn = of.pop(request.id)
         answered[request.id] = request.output_token_ids
         if turn < len(task.turns):
-            following = next_request(place_of[task.id], task)
+            following = next_request(task)
             assert following is not None
             engine.add(following)
         yield task, turn, request
+
+
+def groups(tasks: list[Task], max_batch_size: int) -> list[list[Task]]:
+    """Cut into pieces that methods decode in turn, so that a slow moment of the machine hits them alike: one task each, or
+    several times as many as there are rows, so that batches stay full for most of a piece."""
+    size = 1 if max_batch_size == 1 else 4 * max_batch_size
+    return [tasks[i : i + size] for i in range(0, len(tasks), size)]
 
 
 def request_id(task: Task, turn: int) -> str:
