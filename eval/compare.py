@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from specdec import report
 from specdec.config import fail
@@ -32,14 +33,14 @@ def main() -> None:
 
 
 def compare(directories: list[Path], out: Path, anyway: bool) -> None:
-    runs = {str(path): read(path) for path in directories}
+    runs = {str(path): read(path) for path in {path.resolve(): path for path in directories}.values()}
     if len(runs) < 2:
         raise ValueError(f"only {directories[0]} to compare; give two or more different directories")
     (first, reference), *others = runs.items()
     for name, summary in others:
         for key in MUST_AGREE:
             if summary[key] != reference[key]:
-                what = f"{first} has {key}={reference[key]!r} and {name} has {summary[key]!r}"
+                what = difference(key, reference[key], summary[key], first, name)
                 if not anyway:
                     raise ValueError(f"{what}; such runs do not compare, unless you say --anyway")
                 report.show(f"warning: {what}")
@@ -55,11 +56,26 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     report.show(f"plot: {report.plot_compare(labelled, out / 'compare.png')}")
 
 
+def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
+    """What differs; of two mappings, only the entries that do."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        entries = [k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
+        ours, theirs = ({k: side.get(k) for k in entries} for side in (ours, theirs))
+    return f"{first} has {key}={ours!r} and {name} has {theirs!r}"
+
+
 def read(directory: Path) -> dict:
     path = directory / "summary.json"
     if not path.exists():
         raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
-    return json.loads(path.read_text())
+    try:
+        summary = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error.msg}); run it again") from None
+    missing = [key for key in (*MUST_AGREE, *SPEED_DEPENDS_ON, "environment", "overall", "categories") if key not in summary]
+    if missing:
+        raise ValueError(f"{path} lacks {missing[0]!r}; it was not written by this version of eval/run.py")
+    return summary
 
 
 if __name__ == "__main__":

@@ -90,12 +90,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     context = int(sum(lengths) / len(lengths))
     verify_s = cost.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
     category_of = {row["id"]: row["category"] for row in method_rows.rows}
+    plain = plain_rows.answered if len(passes) > 1 else None
+    short, said = report.lossless_said(verifier, params.greedy, method_rows.answered, plain)
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
         "lossless": verifier.lossless,
-        "lossless_said": report.lossless_said(
-            verifier, params.greedy, method_rows.answered, plain_rows.answered, len(passes) > 1
-        ),
+        "lossless_short": short,
+        "lossless_said": said,
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
         "resumed": cfg["resume"],
@@ -107,15 +108,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     )
     plot = report.plot_run(summary, title, out_dir / "run.png")
-    report.show(report.table(summary, title), f"lossless: {summary['lossless_said']}")
+    report.show(report.table(summary, title), f"lossless: {said}")
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
         report.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"
         )
-    if cfg["resume"] and name == "suffix":
-        report.show(
-            "note: a resumed suffix run began with a cold tree of responses; its acceptance is not an uninterrupted run's"
-        )
+    if cfg["resume"]:
+        report.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
     if cfg["logger"]["name"] == "wandb":
         report.show(f"wandb: {track.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
     report.show(f"written to {out_dir}")

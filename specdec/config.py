@@ -36,6 +36,7 @@ def fail(message: object) -> None:
 def check_command_line(config_name: str) -> None:
     """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Quotes JSON for its grammar."""
     sys.argv[1:] = [_quote_json(argument) for argument in sys.argv[1:]]
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants them in front
     flags_with_value = {
         "--config-path",
         "-cp",
@@ -78,7 +79,7 @@ def _quote_json(argument: str) -> str:
     except json.JSONDecodeError:
         if re.match(r"\s*\{\s*\w+\s*:", value):
             return argument  # Hydra's own spelling of a dict
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = re.sub(r"(\\*)'", lambda m: 2 * m[1] + "\\'", value)  # Hydra undoes backslashes before a quote only
     return f"{key}='{escaped}'"
 
 
@@ -175,6 +176,10 @@ def _check_experiment(config_name: str, choice: str) -> None:
 
 def _check_type(key: str, value: Any, default: Any) -> None:
     """A number where the default is a number, and so on. A default of null says nothing; an interpolation may be anything."""
+    if key == "out_dir" and (not isinstance(value, str) or not value):
+        raise ValueError(f"out_dir={value!r} must be the path of a directory")
+    if isinstance(default, DictConfig) and not isinstance(value, dict | DictConfig):
+        raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default))!s}: ...}}")
     if key in _NULLABLE:
         default = 0 if value is not None else None
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
@@ -235,7 +240,10 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
             fail(f"{key[1]} is missing; give {key[1]}=..." if key else error)
         except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
             fail(error)
+        except (MemoryError, OverflowError) as error:
+            fail(f"{type(error).__name__}: {error}; a number is too large for this machine, such as max_batch_size or seed")
         except KeyboardInterrupt:
+            print("interrupted; what had finished is kept, and resume=true goes on with the rest", file=sys.stderr)
             sys.exit(130)
 
     return wrapped
@@ -264,7 +272,9 @@ def _own_directory(cfg: dict[str, Any]) -> None:
     swept = _swept(sys.argv[1:])
     here = [o.partition("=")[2] for o in HydraConfig.get().overrides.task if o.partition("=")[0] in swept]
     said = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(here))[:60].strip("_")
-    cfg["out_dir"] = str(Path(cfg["out_dir"]) / f"{HydraConfig.get().job.num}-{said}")
+    out_dir = Path(cfg["out_dir"]) / f"{HydraConfig.get().job.num}-{said}"
+    cfg["out_dir"] = str(out_dir)
+    cfg["resume"] = cfg["resume"] and out_dir.exists()  # of an interrupted sweep, some jobs have not begun
 
 
 def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:

@@ -46,11 +46,11 @@ class Verdict:
     token_B: Tensor
 
 
-def nearest(key: str, valid: Iterable[str]) -> str:
-    """The end of an error line about an unknown key: the valid key that looks most like it."""
+def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None) -> str:
+    """The end of an error line about an unknown key: the valid key that looks most like it, or all (of `listed`)."""
     options = sorted(set(valid))
     close = difflib.get_close_matches(key, options, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options)}"
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options if listed is None else listed)}"
 
 
 def first_line(error: Exception) -> str:
@@ -69,7 +69,7 @@ class Checked(BaseModel):
         known = {*type(self).model_fields, *self.aliases}
         for key in values:
             if key not in known:
-                raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known)}")
+                raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known, type(self).model_fields)}")
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -91,11 +91,11 @@ class SamplingParams(Checked):
     what = "sampling parameter"
     aliases = ("max_new_tokens", "min_new_tokens")
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0)  # below 1e-5 means 0, as in vLLM
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # 0 and -1 both mean: all tokens
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=1e-4, le=1e4)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
@@ -125,19 +125,24 @@ class SamplingParams(Checked):
         for key in ("stop", "stop_token_ids"):
             if values.get(key, []) is None:
                 values[key] = []
-        if isinstance(values.get("stop"), list) and "" in values["stop"]:
-            raise ValueError("stop='': an empty stop string would stop every request; leave it out")
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
+        if "" in self.stop:
+            raise ValueError("stop='': an empty stop string would stop every request; leave it out")
+        for token, bias in (self.logit_bias or {}).items():
+            if abs(bias) > 1e6:
+                raise ValueError(
+                    f"logit_bias of token {token} is {bias}; beyond 1e6 it would drown the logits, use -1e6 to forbid"
+                )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it")
         return self
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < 1e-5
 
     @property
     def plain(self) -> bool:

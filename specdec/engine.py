@@ -92,6 +92,8 @@ class Engine:
                 f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no "
                 "room for an answer; shorten the prompt or raise max_model_len"
             )
+        if request.params.min_tokens and len(set(self._stop_ids(request))) == vocab_size:
+            raise ValueError(f"request {request.id}: min_tokens forbids the stop tokens, and these are the whole vocabulary")
         for token in (min(ids), max(ids), *(request.params.logit_bias or ())):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"request {request.id}: token id {token} is outside the vocabulary 0..{vocab_size - 1}")
@@ -209,6 +211,11 @@ class Engine:
         clock = Clock(self.target.device)
         context = self._context(rows, length_B)
         draft = self.proposer.propose(context)
+        if (draft.length_B.numpy() > context.max_draft_B).any():
+            who = type(self.proposer).__name__
+            raise ValueError(
+                f"{who}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
+            )
         num_draft = int(draft.length_B.max())
         draft.token_BK = draft.token_BK[:, :num_draft]
         if draft.q_BKV is not None:
@@ -366,7 +373,8 @@ class Engine:
         request.output_token_ids = self.token_RL[row, self.prompt_R[row] : self.length_R[row]].tolist()
         request.finish_reason = "stop" if stopped else "length"
         last = request.output_token_ids[-1]
-        if stopped and request.stop_reason is None and last in request.params.stop_token_ids:
+        eos = [] if request.params.ignore_eos else self.target.eos_token_ids
+        if stopped and request.stop_reason is None and last in request.params.stop_token_ids and last not in eos:
             request.stop_reason = last
         self._leave(row)
         return request

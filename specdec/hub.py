@@ -129,6 +129,7 @@ def _once(directory: Path, make: Any) -> Path:
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
         try:
             make(temporary)
+            temporary.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
             with contextlib.suppress(OSError):  # another process was first, and its result is the same
                 temporary.rename(directory)
         finally:

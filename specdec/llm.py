@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
 
 from specdec import method, rejection, sampling
 from specdec.core import Checked, Proposer, Request, SamplingParams, nearest
@@ -61,6 +62,7 @@ class SpeculativeConfig(Checked):
     A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts.
     """
 
+    model_config = ConfigDict(strict=True)  # true is not 1 here, nor "5" 5
     what = "speculative_config key"
     aliases = (*_NOT_BUILT, "tensor_parallel_size")
 
@@ -193,7 +195,8 @@ class LLM:
     """A target with a way to speculate.
 
     model: directory, hub id, or embedded name; dtype, device: chosen unless given; max_batch_size: rows decoded together;
-    max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: for requests without one.
+    max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: for requests without one;
+    num_threads: torch's threads, left as they are unless given (1 is best on a CPU that others use too).
     """
 
     def __init__(
@@ -208,7 +211,10 @@ class LLM:
         prefill_chunk_size: int = 512,
         speculative_config: dict[str, Any] | str | None = None,
         seed: int = 0,
+        num_threads: int | None = None,
     ):
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
         self.speculative_config = SpeculativeConfig.parse(speculative_config)
         _ = self.speculative_config.resolved_method  # a typo is found before the target is loaded
         self.target = CausalLM(model, dtype, device, revision)
@@ -299,15 +305,22 @@ class LLM:
         return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]
 
     def _output(self, text: str | None, request: Request) -> RequestOutput:
-        answer = request.text
-        if answer is None:
-            special = request.params.skip_special_tokens
-            answer = self.target.tokenizer.decode(request.output_token_ids, skip_special_tokens=special)
+        answer = answer_text(request, self.target.tokenizer)
         metrics = None
         if self.engine.proposer.num_speculative_tokens:
             metrics = SpecDecodeMetrics.of(request.stats, self.engine.proposer.num_speculative_tokens)
         completion = CompletionOutput(0, answer, request.output_token_ids, request.finish_reason, request.stop_reason, metrics)
         return RequestOutput(request.id, text, request.prompt_token_ids, [completion], request=request)
+
+
+def answer_text(request: Request, tokenizer: Any) -> str:
+    """The text of a finished request. The token that stopped it is left out of the text (not of the ids), as in vLLM."""
+    if request.text is not None:
+        return request.text
+    ids = request.output_token_ids
+    if request.finish_reason == "stop" and not request.params.include_stop_str_in_output:
+        ids = ids[:-1]
+    return str(tokenizer.decode(ids, skip_special_tokens=request.params.skip_special_tokens))
 
 
 def derived_seed(seed: int, number: int) -> int:

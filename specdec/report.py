@@ -17,7 +17,7 @@ from specdec import stats
 from specdec.rejection import Verifier
 from specdec.stats import RequestStats
 
-SHOWN_POSITIONS = 5
+SHOWN_POSITIONS = 4
 
 
 def summarize(
@@ -48,8 +48,9 @@ def summarize(
         result["speedup"] = speed / baseline if speed and baseline else None
         result["speedup_model"] = result["efficiency"] = None
         if verify_s is not None:
-            step_s = verify_s(1)
-            result["speedup_model"] = model = stats.predicted_speedup(own, lambda n: verify_s(n) / step_s, step_s)
+            # a plain step as it was in this run, next to the method's own, where there is one
+            step_s = stats.busy_seconds(base, "verify_s") / sum(len(s.drafted) for s in base) if baseline else verify_s(1)
+            result["speedup_model"] = model = stats.predicted_speedup(own, lambda n: verify_s(n) / verify_s(1), step_s)
             result["efficiency"] = result["speedup"] / model if result["speedup"] and model else None
         return result
 
@@ -60,16 +61,17 @@ def summarize(
 
 
 def lossless_said(
-    verifier: Verifier, greedy: bool, answered: dict[str, list[int]], plain: dict[str, list[int]], has_plain: bool
-) -> str:
-    """In words: by what right the output is called the target's own. Token for token where that can be checked."""
+    verifier: Verifier, greedy: bool, answered: dict[str, list[int]], plain: dict[str, list[int]] | None
+) -> tuple[str, str]:
+    """By what right the output is called the target's own: in a few characters, and in words. Checked token for token where
+    that can be: when greedy, or under `match`, and decoded plainly too (`plain`)."""
     if not verifier.lossless:
-        return f"NO ({verifier.name} does not keep the target's law)"
-    if has_plain and (greedy or verifier.name == "match"):
-        same = sum(answered[name] == plain[name] for name in answered)
-        verdict = "yes" if same == len(answered) else "NOT TOKEN FOR TOKEN"
-        return f"{verdict}, {same} of {len(answered)} outputs equal plain decoding"
-    return f"yes, in law ({verifier.name})"
+        return "NO", f"NO, {verifier.name} does not keep the target's law"
+    if plain is None or not (greedy or verifier.name == "match"):
+        return "in law", f"yes, in law ({verifier.name})"
+    same = sum(answered[name] == plain[name] for name in answered)
+    verdict = "yes" if same == len(answered) else "NOT TOKEN FOR TOKEN"
+    return f"{same}/{len(answered)}", f"{verdict}, {same} of {len(answered)} outputs equal plain decoding"
 
 
 @contextlib.contextmanager
@@ -100,12 +102,14 @@ def table(summary: dict[str, Any], title: str) -> Table:
         "mean acceptance length",
         "tokens/step",
         "acceptance per position",
+        "steps with draft",
         "tokens/s",
+        "none",
         "speedup",
         "model",
         "efficiency",
     ):
-        grid.add_column(name, justify="left" if "position" in name else "right")
+        grid.add_column(name, justify="left" if "position" in name else "right", no_wrap="position" in name)
     lines = [*summary["categories"].items(), ("all", summary["overall"])]
     for place, (name, n) in enumerate(lines):
         rates = n["acceptance_rate_per_position"]
@@ -116,7 +120,9 @@ def table(summary: dict[str, Any], title: str) -> Table:
             _number(n["mean_acceptance_length"]),
             _number(n["tokens_per_step"]),
             shown or "-",
+            f"{n['num_drafts'] / n['num_steps']:.0%}" if n["num_steps"] else "-",
             _number(n["decode_tokens_per_s"], 1),
+            _number(n["baseline_tokens_per_s"], 1),
             _number(n["speedup"], 2, "x"),
             _number(n["speedup_model"], 2, "x"),
             _number(n["efficiency"]),
@@ -124,15 +130,16 @@ def table(summary: dict[str, Any], title: str) -> Table:
             style="bold" if name == "all" else None,
         )
     grid.caption = (
-        "mean acceptance length counts steps with a draft, bonus token included; tokens/step counts every step. speedup: over "
-        "none in this run, prefill apart. model: what acceptance and measured forward times predict. efficiency: speedup/model."
+        "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. Per position: of all "
+        "drafts, shorter ones too. tokens/s and speedup: prefill excluded; none: without speculation, in turn with it. model: "
+        "what acceptance and measured forward times predict; efficiency: speedup / model."
     )
     return grid
 
 
 def show(*parts: Any) -> None:
     """Print for people; wide enough for a table when the output is a file."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # what users wrote may look like markup
     if not console.is_terminal:
         console.width = max(console.width, 150)
     for part in parts:
@@ -153,13 +160,19 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     place = np.arange(len(names))
 
     axis = axes[0, 0]
-    means = [categories[n]["tokens_per_step_over_requests"] for n in names]
-    centers = [m["mean"] if m else np.nan for m in means]
-    errors = [[m["mean"] - m["low"] if m else 0 for m in means], [m["high"] - m["mean"] if m else 0 for m in means]]
-    axis.bar(place, centers, yerr=errors, capsize=3, color="tab:blue")
+    pooled = [np.nan if categories[n]["tokens_per_step"] is None else categories[n]["tokens_per_step"] for n in names]
+    axis.bar(place, pooled, color="tab:blue", label="all steps together, as in the table")
+    for x, n in zip(place, names, strict=True):
+        mean = categories[n]["tokens_per_step_over_requests"]
+        if mean and mean["num_requests"] >= 8:  # the interval of fewer says nothing
+            bounds = [[mean["mean"] - mean["low"]], [mean["high"] - mean["mean"]]]
+            label = "mean over requests, 95 %" if n == "all" else None
+            axis.errorbar(x, mean["mean"], yerr=bounds, fmt="o", color="black", capsize=3, markersize=4, label=label)
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xticks(place, names, rotation=30, ha="right")
-    axis.set_title("Tokens per step (mean over requests, 95 % interval)")
+    axis.set_ylim(top=1.25 * axis.get_ylim()[1])
+    axis.legend(fontsize=8, loc="upper left")
+    axis.set_title("Tokens per step")
 
     axis = axes[0, 1]
     for name in names:
@@ -170,7 +183,7 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     axis.set_ylim(0, 1.02)
     axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axis.set_xlabel("draft position")
-    axis.set_title("Share of drafts accepted up to each position")
+    axis.set_title("Share of all drafts (shorter ones too) accepted up to each position")
     if axis.lines:
         axis.legend(fontsize=8)
     else:
@@ -184,7 +197,7 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     if len(accepted) > 12:
         axis.tick_params(axis="x", labelsize=7)
     axis.set_xlabel("draft tokens accepted")
-    axis.set_title("Share of steps")
+    axis.set_title("Share of steps, all categories")
 
     axis = axes[1, 1]
     bars = [("speedup", "measured"), ("speedup_model", "model"), ("speedup_ideal", "ideal: drafts and verification free")]
@@ -226,7 +239,7 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
             summary["method"],
             str(summary["num_speculative_tokens"]),
             summary["rejection"],
-            summary["lossless_said"],
+            summary["lossless_short"],
             _number(n["mean_acceptance_length"]),
             _number(n["tokens_per_step"]),
             _number(n["decode_tokens_per_s"], 1),

@@ -74,7 +74,7 @@ def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor) -> Ten
     if any(greedy):
         argmax_NV = one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
     # the maximum goes first, so that a tiny temperature cannot overflow
-    scaled = (logits_NV - logits_NV.amax(-1, keepdim=True)) / column([p.temperature or 1.0 for p in params])
+    scaled = (logits_NV - logits_NV.amax(-1, keepdim=True)) / column([1.0 if p.greedy else p.temperature for p in params])
     if any(p.min_p for p in params):
         scaled = scaled.masked_fill(scaled < column([p.min_p for p in params]).log(), -torch.inf)
     if any(p.top_k > 0 for p in params) or any(p.top_p < 1 for p in params):

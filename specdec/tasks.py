@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.core import Request, SamplingParams
+from specdec.core import Request, SamplingParams, first_line
 from specdec.engine import Engine
 from specdec.llm import derived_seed
 
@@ -60,11 +61,16 @@ def _parse(line: str, where: str, number: int) -> Task:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON that can be read ({first_line(error)})") from None
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{where}: needs 'turns', a list of non-empty user turns")
-    name = row.get("id", row.get("question_id", number))
-    return Task(str(name), str(row.get("category", "all")), tuple(turns))
+    name, category = str(row.get("id", row.get("question_id", number))), str(row.get("category", "all"))
+    for text in (name, category, *turns):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(f"{where}: {text[:40]!r} holds half of a surrogate pair, which is no text")
+    return Task(name, category, tuple(turns))
 
 
 def _spread(tasks: list[Task], limit: int) -> list[Task]:
@@ -119,14 +125,27 @@ def decode(
             return Request(name, ids, params, own, task.category)
         return None
 
-    first = [request for task in tasks if (request := next_request(task))]
+    def fits(request: Request | None) -> bool:
+        """A later turn holds the answers before it, so its length is known only now; one too long ends the conversation."""
+        if request is None:
+            return False
+        try:
+            engine.check(request)
+        except ValueError as error:
+            if of[request.id][1] == 1:
+                raise
+            print(f"note: {error}; the conversation ends here", file=sys.stderr)
+            return False
+        return True
+
+    first = [request for task in tasks if fits(request := next_request(task)) and request]
     for request in engine.run(first):
         task, turn = of.pop(request.id)
         answered[request.id] = request.output_token_ids
         if turn < len(task.turns):
             following = next_request(task)
-            assert following is not None
-            engine.add(following)
+            if following is not None and fits(following):
+                engine.add(following)
         yield task, turn, request
 
 

@@ -16,6 +16,7 @@ import torch
 
 from specdec import __version__
 from specdec.core import Request
+from specdec.llm import answer_text
 from specdec.stats import RequestStats, request_metrics
 from specdec.tasks import Task, request_id
 
@@ -109,9 +110,6 @@ def row_of(task: Task, turn: int, request: Request, tokenizer: Any, common: dict
     """One request's line. common: method, rejection, K, lossless: what is the same for the whole run."""
     stats = request.stats
     metrics = request_metrics(stats)
-    text = request.text
-    if text is None:
-        text = tokenizer.decode(request.output_token_ids, skip_special_tokens=request.params.skip_special_tokens)
     return {
         "id": request_id(task, turn),
         "prompt_id": task.id,
@@ -124,7 +122,7 @@ def row_of(task: Task, turn: int, request: Request, tokenizer: Any, common: dict
         "finish_reason": request.finish_reason,
         "stop_reason": request.stop_reason,
         "output_token_ids": request.output_token_ids,
-        "text": text,
+        "text": answer_text(request, tokenizer),
         **metrics,
         **{key: getattr(stats, key) for key in _LISTS},
         **{key: getattr(stats, key) for key in _TIMES},

@@ -155,8 +155,10 @@ def test_the_eos_that_ended_it_is_in_the_ids_and_not_in_the_text(plain: LLM, own
         assert EOS not in answer.token_ids[:-1]
         assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
         assert "</s>" not in answer.text
-        (raw,) = generate(llm, "x", SamplingParams(**params, skip_special_tokens=False))[0].outputs
-        assert raw.text.endswith("</s>")
+        raw = SamplingParams(**params, skip_special_tokens=False)
+        assert "</s>" not in generate(llm, "x", raw)[0].outputs[0].text  # as in vLLM: what stopped it is not text
+        kept = SamplingParams(**params, skip_special_tokens=False, include_stop_str_in_output=True)
+        assert generate(llm, "x", kept)[0].outputs[0].text.endswith("</s>")
         on = params | {"ignore_eos": True, "max_tokens": 8}
         (deaf,) = generate(llm, "x", SamplingParams(**on))[0].outputs
         assert deaf.token_ids[5:] == [EOS] * 3

@@ -747,7 +747,7 @@ class _Row:
     @property
     def capacity(self) -> int:
         """Tokens that the response may have; a guess where there is no limit, for trees grow."""
-        return self.request.params.max_tokens or 1024
+        return min(self.request.params.max_tokens or 1024, 1024)  # it grows when it must
 
 
 class Suffix(Silent):
