@@ -7,7 +7,8 @@ gets its `Window` through the model's keyword arguments, the door that transform
 
 Two paddings make a row's numbers on the CPU the same bits in any company (checked in tests/test_target.py):
 the kernels take another path for fewer than 4 query rows, and sum the keys in another order when their count is not a
-multiple of 128. So query rows are padded to a multiple of 4 and slots to a multiple of 128.
+multiple of 128, or leaves 256 over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a count
+that is neither.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ SLOT_BLOCK = 128
 QUERY_BLOCK = 4
 
 
-def round_up(n: int, block: int) -> int:
-    return -(-n // block) * block
+def round_up(n: int) -> int:
+    """The number of slots that attention looks at when n are in use."""
+    slots = -(-n // SLOT_BLOCK) * SLOT_BLOCK
+    return slots + SLOT_BLOCK if slots % 512 == 256 else slots
 
 
 class SlotCache:
@@ -41,12 +44,12 @@ class SlotCache:
     def more_bytes(self, rows: int, slots: int) -> int:
         """Bytes that growing to that size takes."""
         per_slot = sum(2 * heads * width for heads, width in self.layers) * self.dtype.itemsize
-        grown = max(rows, self.rows) * max(round_up(slots, SLOT_BLOCK), self.slots)
+        grown = max(rows, self.rows) * max(round_up(slots), self.slots)
         return per_slot * (grown - self.rows * self.slots)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for that many rows and slots, keeping what is stored."""
-        rows, slots = max(rows, self.rows), max(round_up(slots, SLOT_BLOCK), self.slots)
+        rows, slots = max(rows, self.rows), max(round_up(slots), self.slots)
         if (rows, slots) == (self.rows, self.slots):
             return
         for store in (self.key_RHSD, self.value_RHSD):
@@ -81,7 +84,7 @@ class Window:
     def __post_init__(self) -> None:
         device = self.cache.device
         num_rows, self.num_positions = len(self.start_B), int(self.length_B.max())
-        self.num_slots = round_up(int((self.start_B + self.length_B).max()), SLOT_BLOCK)
+        self.num_slots = round_up(int((self.start_B + self.length_B).max()))
         assert self.num_slots <= self.cache.slots
         assert self.first_row + num_rows <= self.cache.rows
         offset_BM = np.arange(self.num_positions)

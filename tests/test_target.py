@@ -91,6 +91,30 @@ def test_a_row_has_the_same_bits_in_any_company(architecture: str, dtype: str) -
         assert torch.equal(got, alone[:count]), f"{count} tokens beside {mates}"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [120, 250, 380, 508, 636, 764, 892, 1020])
+def test_a_draft_across_a_border_of_slots_changes_no_bits(length: int, dtype: str) -> None:
+    """The number of slots that attention looks at grows with the draft, and with batch mates."""
+    model = CausalLM("tiny-llama", dtype, "cpu")
+    if not can_pack(model.dtype, CPU):
+        pytest.skip("this CPU has no packed linear layers")
+    prompt, tail = tokens_of(length, seed=1), tokens_of(12, seed=2)
+
+    def run(count: int, mate: int) -> torch.Tensor:
+        cache = model.new_cache()
+        cache.reserve(2, 2048)
+        model.prefill(cache, 0, prompt, 0, chunk=64)
+        rows, start = [tail[:count]], [length]
+        if mate:
+            model.prefill(cache, 1, tokens_of(mate), 0, chunk=512)
+            rows, start = [*rows, tail[:1]], [*start, mate]
+        return forward(model, cache, rows, start).logits[:count]
+
+    alone = torch.cat([run(count, 0)[-1:] for count in range(1, 13)])  # each token as if it were the last
+    for mate in (0, 40, 300, 1300):
+        assert torch.equal(run(12, mate), alone), f"beside {mate} tokens"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 32), (576, 1536), (192, 576), (896, 4864)])
 def test_packed_linear_is_a_linear_whose_rows_are_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
