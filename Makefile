@@ -43,10 +43,10 @@ bench: $(VENV)/.done
 
 ## make gpu-wheels  gather what a CUDA machine without a network lacks, into wheels/ (run this where there is a network)
 gpu-wheels: $(VENV)/.done
+	$(RUN) -m pip wheel --quiet --no-deps -c constraints.txt -w wheels antlr4-python3-runtime
 	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any \
-		-d wheels -c constraints.txt hydra-core omegaconf pydantic pydantic-core annotated-types typing-inspection \
-		antlr4-python3-runtime
+		-d wheels -c constraints.txt hydra-core omegaconf pydantic pydantic-core annotated-types typing-inspection
 	@du -sh wheels
 
 ## make gpu         proofs and speed on a CUDA machine; needs no network (wheels/ from make gpu-wheels), under 8 minutes

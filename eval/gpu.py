@@ -61,7 +61,7 @@ def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
     """tokens/s of none against the bandwidth floor, the verify cost, and the loop's own share."""
     target = CausalLM(name, "bfloat16", device)
     weights = hub.num_parameters(target.config) * target.dtype.itemsize
-    lines = []
+    lines = [(f"{name}, batch 1: HF generate", f"{hugging_face(target, max_tokens):.0f} tokens/s")]
     for rows in (1, 8):
         verify_s = cost.verify_seconds(target, rows, 16, context=PROMPT)
         costs = " ".join(f"{n}:{verify_s(n) / verify_s(1):.2f}" for n in (1, 2, 4, 6, 8, 11, 16))
@@ -85,6 +85,17 @@ def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
                 )
             )
     return lines
+
+
+def hugging_face(target: CausalLM, max_tokens: int) -> float:
+    """tokens/s of transformers' own loop over the same weights, prefill included as in the engine's figures."""
+    target.model.set_attn_implementation("sdpa")
+    try:
+        decode = bench.hugging_face(target.model, max_tokens, min_new_tokens=max_tokens)
+        prompt = requests(1, max_tokens)[0].prompt_token_ids
+        return bench.side_by_side({"theirs": decode}, [prompt])["theirs"].tokens_per_s
+    finally:
+        target.model.set_attn_implementation("specdec")
 
 
 class Always(Silent):
