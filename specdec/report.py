@@ -146,13 +146,20 @@ def show(*parts: Any) -> None:
         console.print(part)
 
 
-def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
-    """Four panels: tokens per step, acceptance per position, tokens emitted per step, speedup against its predictions."""
+def _pyplot() -> Any:
+    """matplotlib without a screen, taking users' words as words ($ is no formula)."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
+    """Four panels: tokens per step, acceptance per position, tokens emitted per step, speedup against its predictions."""
+    plt = _pyplot()
     categories = {**summary["categories"], "all": summary["overall"]}
     names = list(categories)
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
@@ -181,7 +188,7 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
             style = {"color": "black", "linewidth": 2.5} if name == "all" else {"linewidth": 1.2}
             axis.plot(np.arange(1, len(rates) + 1), rates, marker="o", markersize=3, label=name, **style)
     axis.set_ylim(0, 1.02)
-    axis.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("draft position")
     axis.set_title("Share of all drafts (shorter ones too) accepted up to each position")
     if axis.lines:
@@ -252,11 +259,7 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
 
 def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
     """Tokens per step and speedup, by category, a bar per run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     names = [*dict.fromkeys(c for summary in runs.values() for c in summary["categories"]), "all"]
     figure, axes = plt.subplots(2, 1, figsize=(max(9, 1.4 * len(names)), 8), constrained_layout=True)
     place, width = np.arange(len(names)), 0.8 / len(runs)
