@@ -71,6 +71,7 @@ class Engine:
         self.limit_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
         self.step_R = np.zeros(max_batch_size, dtype=np.int64)  # verdicts so far, the prefill's included
         self.seed_R = np.zeros(max_batch_size, dtype=np.int64)
+        self.simple_R = np.zeros(max_batch_size, dtype=bool)  # the next token is the argmax of the logits as they are
         self.begun_R = np.zeros(max_batch_size, dtype=bool)  # the proposer knows of the request
         self.text_R = [""] * max_batch_size  # the answer so far, if the request has stop strings
         self.since_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
@@ -159,10 +160,12 @@ class Engine:
         return finished + (self._decode(rows) if len(rows) else [])
 
     def _prefill(self) -> list[Request]:
+        finished: list[Request] = []
+        if not self.waiting and (self.cached_R >= self.prompt_R).all():
+            return finished
         for row, holder in enumerate(self.request_R[: self.cache.rows]):
             if holder is None and self.waiting:
                 self._admit(row, self.waiting.popleft())
-        finished = []
         for row in np.flatnonzero(self.cached_R < self.prompt_R).tolist():
             request, clock = self._request(row), Clock(self.target.device)
             first, last = self.cached_R[row], min(self.cached_R[row] + self.prefill_chunk_size, self.prompt_R[row])
@@ -192,6 +195,7 @@ class Engine:
         self.prompt_R[row] = self.length_R[row] = len(ids)
         self.cached_R[row] = self.step_R[row] = 0
         self.limit_R[row], self.seed_R[row], self.since_R[row] = self.limit(request), request.seed, time.perf_counter()
+        self.simple_R[row] = request.params.greedy and request.params.plain
         self.stop_RV[row] = False
         self.stop_RV[row, self._stop_ids(request)] = True
         self.hidden_R[row], self.text_R[row] = [], ""
@@ -257,11 +261,11 @@ class Engine:
 
     def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> Told:
         """Logits of each row's last token and draft, end to end, to a verdict on the host: the step's one synchronisation."""
-        params = [self._request(row).params for row in rows]
         count_B, num_positions = draft.length_B.numpy() + 1, draft.token_BK.shape[1] + 1
-        if self.verifier.lossless and all(p.greedy and p.plain for p in params):
+        if self.verifier.lossless and self.simple_R[rows].all():
             told = self._verify_greedy(draft, logits_NV)
         else:
+            params = [self._request(row).params for row in rows]
             logits_BJV = side_by_side(logits_NV, count_B, num_positions)
             if not all(p.plain for p in params):
                 logits_BJV = self._adjust(rows, draft, logits_BJV)
