@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from specdec import bench, cost, hub, method, rejection
+from specdec import bench, cost, method, rejection
 from specdec.core import Context, Draft, Request, SamplingParams, Silent
 from specdec.engine import Engine
 from specdec.target import CausalLM
@@ -60,7 +60,7 @@ def machine(device: str) -> str:
 def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
     """tokens/s of none against the bandwidth floor, the verify cost, and the loop's own share."""
     target = CausalLM(name, "bfloat16", device)
-    weights = hub.num_parameters(target.config) * target.dtype.itemsize
+    weights = target.num_parameters * target.dtype.itemsize
     lines = [(f"{name}, batch 1: HF generate", f"{hugging_face(target, max_tokens):.0f} tokens/s")]
     for rows in (1, 8):
         verify_s = cost.verify_seconds(target, rows, 16, context=PROMPT)

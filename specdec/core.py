@@ -80,6 +80,9 @@ class Checked(BaseModel):
             raise ValueError(f"{self.what} {key}={first['input']!r}: {first['msg'].lower()}") from None
 
 
+GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
+
+
 class SamplingParams(Checked):
     """How one request is sampled and when it stops. Names and meanings are those of vLLM's class of this name;
     `max_new_tokens` and `min_new_tokens`, as Hugging Face says, are accepted for `max_tokens` and `min_tokens`.
@@ -91,7 +94,7 @@ class SamplingParams(Checked):
     what = "sampling parameter"
     aliases = ("max_new_tokens", "min_new_tokens")
 
-    temperature: float = Field(1.0, ge=0)  # below 1e-5 means 0, as in vLLM
+    temperature: float = Field(1.0, ge=0)  # below GREEDY_BELOW means 0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # 0 and -1 both mean: all tokens
     min_p: float = Field(0.0, ge=0, le=1)
@@ -142,7 +145,7 @@ class SamplingParams(Checked):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY_BELOW
 
     @property
     def plain(self) -> bool:

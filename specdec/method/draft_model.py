@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from specdec import hub, sampling
-from specdec.core import Context, Draft, Request
+from specdec.core import GREEDY_BELOW, Context, Draft, Request
 from specdec.kv import end_to_end
 from specdec.target import CausalLM
 
@@ -97,9 +97,9 @@ class DraftModel:
             logits_BV = self._forward(rows, token_N, start_B, count_B)
             if self.probabilistic:
                 assert context.uniform_BK is not None
-                tempered_BV = logits_BV.float() / temperature_B1.clamp(min=1e-5)
+                tempered_BV = logits_BV.float() / temperature_B1.clamp(min=GREEDY_BELOW)
                 argmax_BV = sampling.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1])
-                q_BV = torch.where(temperature_B1 < 1e-5, argmax_BV, tempered_BV.softmax(-1))
+                q_BV = torch.where(temperature_B1 < GREEDY_BELOW, argmax_BV, tempered_BV.softmax(-1))
                 tokens.append(sampling.inverse_cdf(q_BV, context.uniform_BK[:, k]))
                 laws.append(q_BV)
             else:
