@@ -23,8 +23,11 @@ from yaml import MarkedYAMLError
 from specdec.core import nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-_OPEN = ("logit_bias",)  # keys whose value is the user's own mapping
-_NULLABLE = ("limit", "num_threads", "sampling.max_tokens")  # numbers, or null for no limit
+_OPEN = ("logit_bias", "template_kwargs", "geometry")  # keys whose value is the user's own mapping
+_NULLABLE = (  # numbers, or null for no limit
+    "limit", "num_threads", "sampling.max_tokens", "train.max_steps", "train.num_epochs", "train.drafter.draft_vocab_size",
+    "data.limit", "data.max_length",
+)  # fmt: skip
 
 
 def fail(message: object) -> None:

@@ -51,7 +51,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "draft_model_config": (None,),
 }
 _NOT_BUILT_METHODS = (
-    "eagle", "eagle3", "mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu",
+    "mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu",
     "extract_hidden_states",
 )  # fmt: skip
 
@@ -146,7 +146,7 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"num_speculative_tokens={num_draft}: at least 1 is needed; method 'none' drafts nothing")
         if num_draft is None and name not in ("none", "suffix"):
             raise ValueError(f"method {name!r} needs num_speculative_tokens; give how many tokens to draft per step")
-        if name in ("draft_model", "custom_class") and "model" not in given:
+        if name in _MODEL_HINT and "model" not in given:
             raise ValueError(f"method {name!r} needs model; {_MODEL_HINT[name]}")
         if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
             raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
@@ -164,6 +164,8 @@ class SpeculativeConfig(Checked):
 _MODEL_HINT = {
     "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
     "custom_class": "give the dotted path of your class, 'package.module.Class'",
+    "eagle": "give the directory of a drafter that train/eagle.py made (eval/run.py: checkpoint=DIR)",
+    "eagle3": "give the directory of a drafter that train/eagle.py made (eval/run.py: checkpoint=DIR)",
 }
 
 

@@ -89,6 +89,77 @@ def progress(total: int, **done: int) -> Iterator[Callable[[str], None]]:
         yield lambda name: bars.advance(places[name])
 
 
+@contextlib.contextmanager
+def steps(total: int, visible: bool = True) -> Iterator[tuple[Callable[[int], None], Callable[[dict[str, Any]], None]]]:
+    """A bar on stderr over the optimiser steps; yields a function that advances it, and one that shows a row of metrics."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
+        place = bars.add_task("", total=total)
+        latest: dict[str, str] = {}
+
+        def show_row(row: dict[str, Any]) -> None:
+            for key, label in (("loss", "loss"), ("val_loss", "val"), ("mean_acceptance_length", "accepts")):
+                if row.get(key) is not None:
+                    latest[label] = f"{label} {row[key]:.3f}"
+            bars.update(place, description="  ".join(latest.values()))
+
+        yield lambda count: bars.advance(place, count), show_row
+
+
+def plot_training(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
+    """Four panels over the optimiser steps: losses, accuracy by unrolled step, measured acceptance, learning rate and
+    gradient."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+    figure.suptitle(title)
+
+    def line(axis: Any, key: str, label: str, index: int | None = None, **style: Any) -> None:
+        found = [(row["step"], row[key] if index is None else row[key][index]) for row in rows if row.get(key)
+                 and (index is None or len(row[key]) > index)]  # fmt: skip
+        if found:
+            axis.plot(*zip(*found, strict=True), label=label, **style)
+
+    axis = axes[0, 0]
+    line(axis, "loss", "training, of the steps unrolled then", linewidth=1)
+    line(axis, "val_loss", "held out, of all steps", marker="o")
+    axis.set_title("Loss per supervised token, summed over the weighed steps")
+    axis.set_ylim(bottom=0)
+    axis = axes[0, 1]
+    depth = max((len(row["val_accuracy"]) for row in rows if row.get("val_accuracy")), default=0)
+    for k in range(depth):
+        line(axis, "val_accuracy", f"step {k + 1}", k, marker="o", color=f"C{k}")
+        line(axis, "accuracy", f"step {k + 1}, training", k, linewidth=1, color=f"C{k}", alpha=0.4)
+    axis.set_title("Accuracy by unrolled step, teacher-forced, held out")
+    axis.set_ylim(0, 1)
+    axis = axes[1, 0]
+    line(axis, "mean_acceptance_length", "mean acceptance length", marker="o", color="black")
+    measured = [row for row in rows if row.get("acceptance_rate_per_position")]
+    axis.set_title("Decoding held-out prompts with the engine")
+    axis.set_ylim(bottom=1)
+    if measured:
+        other = axis.twinx()
+        for k in range(len(measured[0]["acceptance_rate_per_position"])):
+            line(other, "acceptance_rate_per_position", f"accepted at position {k + 1}", k, linestyle="--", color=f"C{k}")
+        other.set_ylim(0, 1)
+        other.set_ylabel("share of drafts (dashed)")
+        other.legend(fontsize=8, loc="lower right")
+    axis = axes[1, 1]
+    line(axis, "lr", "learning rate", color="C0")
+    axis.set_title("Learning rate, and norm of the gradient before clipping")
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    other = axis.twinx()
+    line(other, "grad_norm", "gradient norm", color="C1", linewidth=0.8)
+    other.set_yscale("log")
+    other.legend(fontsize=8, loc="upper right")
+    for axis in axes.flat:
+        axis.set_xlabel("optimiser step")
+        if axis.lines:
+            axis.legend(fontsize=8, loc="upper left" if axis is not axes[0, 0] else "upper right")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
 def _number(value: float | None, digits: int = 2, suffix: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{suffix}"
 

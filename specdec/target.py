@@ -103,6 +103,40 @@ class CausalLM:
         """Parameters read by one forward (tied embeddings count once)."""
         return hub.num_parameters(self.config)
 
+    # ---------------------------------------------------------------- parts that a drafter shares, and training reads
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """Token ids to what enters layer 0 (with the scale, where the embedding module has one)."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        return self.model.get_decoder().norm
+
+    def head_rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Weight [n, D] and bias [n] of the output layer, for these tokens or for all."""
+        head = self.model.get_output_embeddings()
+        weight = head.packed.to_dense() if isinstance(head, linear.PackedLinear) else head.weight
+        if token_ids is None:
+            return weight.detach(), head.bias
+        return weight.detach()[token_ids], None if head.bias is None else head.bias.detach()[token_ids]
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """What the architecture does to the output layer's result (Gemma 2 caps, Cohere and Granite scale)."""
+        if scale := getattr(self.config, "logit_scale", None):
+            logits = logits * scale
+        if scaling := getattr(self.config, "logits_scaling", None):
+            logits = logits / scaling
+        if limit := getattr(self.config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / limit) * limit
+        return logits
+
+    @torch.inference_mode()
+    def logits_of(self, hidden_ND: Tensor) -> Tensor:
+        """[N, V] from the states that leave the last layer, before the final norm."""
+        return self.cap(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
+
     def new_cache(self) -> SlotCache:
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,58 @@ class Rows:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
+    def keep(self, rows: list[dict[str, Any]]) -> None:
+        """Forget all other rows, in the file too."""
+        self._file.close()
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        temporary.replace(self.path)
+        self.rows, self._file = rows, self.path.open("a", encoding="utf-8")
+
     def close(self) -> None:
         self._file.close()
+
+
+class Metrics:
+    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. Rows that a resumed run makes again replace
+    the old ones."""
+
+    def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
+        self.rows = Rows(out_dir / "metrics.jsonl")
+        self.run = None
+        if logger["name"] == "wandb":
+            self.run, self.mode = _wandb_run(logger, cfg, job_type="train")
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self.rows.rows and self.rows.rows[-1]["step"] >= row["step"]:
+            self.rows.keep([old for old in self.rows.rows if old["step"] < row["step"]])
+        self.rows.add(row)
+        if self.run is not None:
+            self.run.log(dict(_flat(row)), step=row["step"])
+
+    def close(self, summary: dict[str, Any], plots: list[Path]) -> str | None:
+        """Returns where W&B keeps the run, if it does."""
+        self.rows.close()
+        if self.run is None:
+            return None
+        import wandb
+
+        self.run.log({path.stem: wandb.Image(str(path)) for path in plots})
+        for key, value in _flat(summary):
+            self.run.summary[key] = value
+        self.run.finish()
+        return f"{self.mode}, {self.run.dir}"
+
+
+def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, number or text); the entries of a list, which are per position, become key/1, key/2, ..."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{inner}", v) for inner, v in _flat(value))
+        elif isinstance(value, list):
+            yield from ((f"{key}/{place}", v) for place, v in enumerate(value, 1) if v is not None)
+        elif value is not None:
+            yield key, value
 
 
 def row_of(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
@@ -159,17 +210,7 @@ def to_wandb(
     """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
     import wandb
 
-    mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
-    run = wandb.init(
-        project=logger["project"],
-        entity=logger["entity"],
-        name=cfg["name"],
-        tags=logger["tags"],
-        config=cfg,
-        dir=cfg["out_dir"],
-        mode=mode,
-        settings=wandb.Settings(silent=True),
-    )
+    run, mode = _wandb_run(logger, cfg, job_type="eval")
     columns: list[Any] = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
     table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
     images = {path.stem: wandb.Image(str(path)) for path in plots}
@@ -180,6 +221,24 @@ def to_wandb(
     run.summary["by_category"] = {name: numbers for name, numbers in summary["categories"].items()}
     run.finish()
     return f"{mode}, {run.dir}"
+
+
+def _wandb_run(logger: dict[str, Any], cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
+    import wandb
+
+    mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
+    run = wandb.init(
+        project=logger["project"],
+        entity=logger["entity"],
+        name=cfg["name"],
+        job_type=job_type,
+        tags=logger["tags"],
+        config=cfg,
+        dir=cfg["out_dir"],
+        mode=mode,
+        settings=wandb.Settings(silent=True),
+    )
+    return run, mode
 
 
 def _has_wandb_key() -> bool:

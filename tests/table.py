@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,10 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from transformers import LlamaConfig
 
 from specdec import method, rejection
+from specdec.chain import Init
 from specdec.core import Context, Draft, Proposer, SamplingParams
 from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
@@ -69,9 +72,35 @@ class TableLM(CausalLM):
         self.vocab_size, self.num_layers = self.table.shape[-1], 2
         assert self.table.shape == (self.vocab_size + 1, self.vocab_size, self.vocab_size)
         self.hidden_size = self.vocab_size + 2
+        self._parts()
         self.max_model_len = max_model_len
         self.eos_token_ids: list[int] = []
         self._tokenizer = None
+
+    def _parts(self) -> None:
+        """What a drafter shares with a target, and the shape that it takes after."""
+        noise = torch.Generator().manual_seed(5)
+        self.config = LlamaConfig(
+            vocab_size=self.vocab_size, hidden_size=self.hidden_size, intermediate_size=8, num_hidden_layers=self.num_layers,
+            num_attention_heads=1, num_key_value_heads=1, head_dim=4, max_position_embeddings=512,
+        )  # fmt: skip
+        self.head_VD = torch.randn(self.vocab_size, self.hidden_size, generator=noise)
+        self.own_embedding = torch.nn.Embedding(self.vocab_size, self.hidden_size).requires_grad_(False)
+        self.own_embedding.weight.copy_(torch.randn(self.vocab_size, self.hidden_size, generator=noise))
+        self.model = SimpleNamespace(get_output_embeddings=self._head)
+
+    def _head(self) -> torch.nn.Linear:
+        head = torch.nn.Linear(self.hidden_size, self.vocab_size, bias=False).requires_grad_(False)
+        head.weight.copy_(self.head_VD)
+        return head
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        return self.own_embedding
+
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        return torch.nn.Identity()
 
     @classmethod
     def random(cls, vocab_size: int, seed: int = 0, scale: float = 1.0, max_model_len: int = 512) -> TableLM:
@@ -233,6 +262,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for how in ("greedy", "probabilistic")
         for drafter in ("same", "noisy", "negated")
     },
+    "eagle": {f"{how}-eagle": _K | {"model": "fresh", "draft_sample_method": how} for how in ("greedy", "probabilistic")},
+    # a reduced vocabulary: tokens that can be accepted, but never drafted
+    "eagle3": {
+        f"{how}-eagle3-{size}": _K | {"model": size, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for size in ("fresh", "fresh-reduced")
+    },
     "custom_class": {"own-law": _K | {"model": "table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
 }
 
@@ -266,7 +302,11 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
     """A method of `methods`. drafters: the models called "noisy" and "negated", if the target is no table."""
     name, settings = case
     model = settings.get("model")
-    if model == "same":
+    if str(model).startswith("fresh"):
+        ids = np.array([0, 2]) if model == "fresh-reduced" else None
+        drafter: Any = method.find(name)
+        settings = settings | {"model": drafter.fresh(target, {}, Init(scale_features=False), ids)}
+    elif model == "same":
         settings = settings | {"model": target}
     elif model in ("noisy", "negated"):
         if model not in drafters:

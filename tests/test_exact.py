@@ -12,6 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import hub, tasks
+from specdec import method as method_of
+from specdec.chain import Init
+from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Request, SamplingParams
 from specdec.engine import Engine
@@ -27,7 +30,20 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
     given["method"] = given.pop("name")
     if name == "draft_model":
         given["model"] = str(target.path)
+    if name in ("eagle", "eagle3"):
+        given["model"] = drafter(name, target)
     return given | more
+
+
+def drafter(name: str, target: CausalLM) -> str:
+    """The directory of an EAGLE drafter with random weights that nevertheless drafts what is accepted now and then."""
+    import tempfile
+
+    directory = Path(tempfile.mkdtemp())
+    own: Any = method_of.find(name)
+    checkpoint = own.fresh(target, {}, Init(), np.arange(60, 200) if name == "eagle3" else None)
+    native.save(directory, checkpoint, {}, "")
+    return str(directory)
 
 
 def build(name: str, target: CausalLM, **more: Any):

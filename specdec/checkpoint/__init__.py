@@ -1,0 +1,1 @@
+"""Drafter checkpoints: `native` is ours, one directory of JSON and safetensors."""

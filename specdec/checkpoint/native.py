@@ -1,0 +1,152 @@
+"""The native checkpoint: config.json, model.safetensors, provenance.json and a model card, in one directory.
+
+Tensor names and config keys are those of the EAGLE family's raw format where it has them (`fc.weight`, `midlayer.*`, `d2t`,
+...). Nothing in the directory is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec import __version__, hub
+from specdec.core import first_line, nearest
+from specdec.target import CausalLM
+
+FORMAT = "specdec-drafter"
+
+
+@dataclass
+class Checkpoint:
+    """A drafter at rest. target: facts about the model it was trained for; config: of the method's own; tensors: None for a
+    drafter whose weights are still to be drawn."""
+
+    method: str
+    config: dict[str, Any]
+    target: dict[str, Any]
+    tensors: dict[str, Tensor] | None
+    name: str = "a drafter in memory"
+
+    def check(self, method: str, target: CausalLM) -> None:
+        """Raise ValueError, one line, if this is not a drafter of that method for that target."""
+        if self.method != method:
+            raise ValueError(f"{self.name} is a drafter of method {self.method!r}, not {method!r}; say method={self.method}")
+        for key, value in facts(target).items():
+            if key != "name" and self.target.get(key) != value:
+                raise ValueError(
+                    f"{self.name} was trained for {self.target.get('name')} ({key} {self.target.get(key)}), and the target "
+                    f"{target.name} has {key} {value}; use the target that it was trained for"
+                )
+
+
+def facts(target: CausalLM) -> dict[str, Any]:
+    """What must be the same for a drafter to fit."""
+    return {
+        "name": target.name,
+        "model_type": target.config.model_type,
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": target.num_layers,
+        "vocab_size": target.vocab_size,
+    }
+
+
+def save(directory: Path, checkpoint: Checkpoint, provenance: dict[str, Any], card: str) -> None:
+    """Write a checkpoint into a directory that exists and nobody reads yet; the caller renames it when it is whole."""
+    assert checkpoint.tensors is not None
+    try:
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in checkpoint.tensors.items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{directory}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+    config = {
+        "format": FORMAT,
+        "format_version": 1,
+        "method": checkpoint.method,
+        "drafter": checkpoint.config,
+        "target": checkpoint.target,
+    }
+    for name, value in (("config.json", config), ("provenance.json", provenance)):
+        (directory / name).write_text(json.dumps(value, indent=1, default=str) + "\n")
+    (directory / "README.md").write_text(card)
+
+
+def load(path: str | Path, revision: str | None = None) -> Checkpoint:
+    """Read a checkpoint: a directory, a training run's directory (its best), or a hub id. Raises ValueError for what is
+    not one."""
+    directory = find(path, revision)
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{directory}: config.json cannot be read ({first_line(error)})") from None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        kind = f"a model of type {config['model_type']!r}" if isinstance(config, dict) and "model_type" in config else "not one"
+        raise ValueError(f"{directory}: no native drafter checkpoint ({kind}); give the directory that train/eagle.py wrote")
+    if config.get("format_version") != 1:
+        raise ValueError(
+            f"{directory}: format_version {config.get('format_version')!r} is not 1; use the version that wrote it"
+        )
+    try:
+        tensors = load_file(directory / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{directory}: model.safetensors cannot be read ({first_line(error)})") from None
+    return Checkpoint(config["method"], config["drafter"], config["target"], tensors, str(directory))
+
+
+def find(path: str | Path, revision: str | None = None) -> Path:
+    """The directory of a checkpoint: itself, `best` or else `last` of a training run, or a copy from the hub."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        if str(path).count("/") != 1 or str(path).startswith((".", "~", "/")):
+            raise ValueError(f"checkpoint {path}: no such directory, and not a hub id (org/name)")
+        directory = hub.resolve(str(path), revision)
+    if (directory / "config.json").exists():
+        return directory
+    for name in ("best", "last"):
+        if (directory / name / "config.json").exists():
+            return directory / name
+    raise ValueError(f"checkpoint {path}: neither a checkpoint (config.json) nor a training run with one in best or last")
+
+
+def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the tensors into a module. A name or a shape that does not fit is a ValueError; nothing stays as it was drawn."""
+    assert checkpoint.tensors is not None
+    own = module.state_dict()
+    for key, tensor in checkpoint.tensors.items():
+        if key not in own:
+            raise ValueError(f"{checkpoint.name}: unknown tensor {key!r}; {nearest(key, own)}")
+        if own[key].shape != tensor.shape:
+            raise ValueError(
+                f"{checkpoint.name}: {key} is {list(tensor.shape)}, and its config asks for {list(own[key].shape)}"
+            )
+    if missing := sorted(set(own) - set(checkpoint.tensors)):
+        raise ValueError(f"{checkpoint.name}: the weights lack {missing[0]!r}")
+    module.load_state_dict(checkpoint.tensors)
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Where a checkpoint comes from: the command, versions, the code's revision, and what the caller adds."""
+    import transformers
+
+    root = Path(__file__).parents[2]
+    revision = None
+    if shutil.which("git") and (root / ".git").exists():
+        done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
+        revision = done.stdout.strip() or None
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "specdec": __version__,
+        "git_revision": revision,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **more,
+    }

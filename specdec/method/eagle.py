@@ -1,0 +1,121 @@
+"""EAGLE-1 (Li et al. 2401.15077): one layer that predicts the target's next last state; the target's output layer drafts from
+it.
+
+    x  = fc(concat[embedding, f])        f: the target's last state after its final norm, then the drafter's own
+    u  = x + attention(x)                no norm in front of it
+    f' = u + mlp(post_attention_layernorm(u)),   logits = target's lm_head(f')
+
+Tensor names are vLLM's. Trained by SmoothL1 between f' and the target's state, and soft cross-entropy of what follows from
+them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from specdec.chain import Attend, Attention, ChainDrafter, Geometry
+from specdec.core import Checked
+from specdec.target import CausalLM
+from specdec.training import losses, unroll
+from specdec.training.features import Batch
+from specdec.training.losses import Teacher
+
+
+class Architecture(Checked):
+    """The shape of the layer, the target's unless given."""
+
+    what: ClassVar[str] = "train.drafter key"
+
+    geometry: Geometry = Geometry()
+
+
+class Objective(Checked):
+    """smooth_l1: weight of the regression onto the target's state; loss: weights of ce, kl, tv over the whole vocabulary;
+    feature_noise: width of the uniform noise on input states, for a sequence of 512 tokens, and less for longer ones."""
+
+    what: ClassVar[str] = "train.objective key"
+
+    smooth_l1: float = Field(1.0, ge=0)
+    loss: dict[str, float] = Field({"ce": 0.1})
+    feature_noise: float = Field(0.2, ge=0)
+
+    ttt_step_loss_decay: ClassVar[float] = 1.0
+    mask_outside_vocab: ClassVar[bool] = False
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, loss: dict[str, float]) -> dict[str, float]:
+        losses.check_terms(loss)
+        return loss
+
+    def steps_at(self, progress: float) -> int:
+        return 1
+
+
+class Layer(nn.Module):
+    """The decoder layer, without the norm that would come first."""
+
+    def __init__(self, shape: LlamaConfig):
+        super().__init__()
+        self.self_attn = Attention(shape, shape.hidden_size, qk_norm=False)
+        self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = LlamaMLP(shape)
+
+
+class Eagle(ChainDrafter):
+    name = "eagle"
+    objective_type = Objective
+
+    @classmethod
+    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        return {"geometry": Architecture(**architecture).geometry.filled(target)}
+
+    def build(self, config: dict[str, Any]) -> LlamaConfig:
+        shape = Geometry(**config["geometry"]).of(self.target)
+        self.hidden_layers = (self.target.num_layers,)
+        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(shape)])
+        return shape
+
+    @property
+    def attention(self) -> Attention:  # type: ignore[override]
+        return self.layers[0].self_attn  # type: ignore[return-value]
+
+    def fuse(self, hidden_NTD: Tensor) -> Tensor:
+        """The last state after the target's final norm: what its output layer reads."""
+        with torch.no_grad(), torch.autocast(hidden_NTD.device.type, enabled=False):
+            state: Tensor = self.target.final_norm(hidden_NTD[:, -1].to(self.target.dtype))
+        return state.to(self.dtype)
+
+    def step(
+        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        layer: Any = self.layers[0]
+        x = self.fc(torch.cat([embedding_ND, hidden_ND], -1))
+        x = (x if rows is None else x[rows]) + layer.self_attn(x, *self.cos_sin(position_N), attend, rows)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x, x
+
+    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int) -> Tensor:
+        """Uniform noise on the states that are read, as in the published training code: less for longer sequences."""
+        if not (width := self.objective.feature_noise) or not self.training:
+            return hidden_ND
+        drawn = []
+        for name, length in zip(batch.ids, batch.length_B.tolist(), strict=True):
+            # by the sample's name, so that it does not matter in which batch or process it is
+            noise = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+            drawn.append((torch.rand(length, hidden_ND.shape[1], generator=noise) - 0.5) * (width * 512 / length))
+        return hidden_ND + torch.cat(drawn).to(hidden_ND)
+
+    def regression(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
+        own = self._index(plan.steps[0].taught)
+        gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[own].to(state_MD.dtype), reduction="none").mean(-1)
+        return total + self.objective.smooth_l1 * (gap_M * teacher.count_Q[own]).sum()

@@ -1,0 +1,145 @@
+"""EAGLE-3 (Li et al. 2503.01840): one layer that reads three of the target's layers and drafts over a vocabulary of its own.
+
+    g      = fc(target states of the tapped layers)                      at the first step; afterwards the drafter's own state
+    a      = attention(concat[input_layernorm(embedding), hidden_norm(g)])
+    u      = g + a        (norm_before_residual: hidden_norm(g) + a)
+    g'     = u + mlp(post_attention_layernorm(u))
+    logits = lm_head(norm(g')), and g' is fed to the next step           (norm_output: norm(g') is)
+
+Tensor names, config keys and their meaning are vLLM's. Training data, unrolled steps and losses: `specdec.chain`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from specdec.chain import Attend, Attention, ChainDrafter, Geometry
+from specdec.core import Checked
+from specdec.target import CausalLM
+
+
+class Architecture(Checked):
+    """What the drafter is built of, beside the shape of its layer, which is the target's unless `geometry` says otherwise.
+
+    eagle_aux_hidden_state_layer_ids: tapped layers (id i enters layer i); unless given, num_aux_hidden_states of them, for
+    three 2, n/2 and n-3; draft_vocab_size: the most frequent tokens of the training data, or all (null); layer_type: `qwen3`
+    norms queries and keys; norm_before_fc: one norm over all tapped states; fc_norm: one over each; norm_output and
+    norm_before_residual: see above.
+    """
+
+    what: ClassVar[str] = "train.drafter key"
+
+    num_aux_hidden_states: int = Field(3, ge=1)
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    draft_vocab_size: int | None = Field(None, ge=1)
+    layer_type: Literal["llama", "qwen3"] = "llama"
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    geometry: Geometry = Geometry()
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The tapped layers, ascending and distinct, as vLLM has them."""
+        if (ids := self.eagle_aux_hidden_state_layer_ids) is None:
+            ids = [2, num_layers // 2, num_layers - 3]
+            if self.num_aux_hidden_states != 3 or not 2 < ids[1] < ids[2]:
+                ids = (
+                    np.linspace(min(2, num_layers), max(num_layers - 3, 1), self.num_aux_hidden_states)
+                    .round()
+                    .astype(int)
+                    .tolist()
+                )
+        for layer in ids:
+            if not 0 <= layer <= num_layers:
+                raise ValueError(
+                    f"eagle_aux_hidden_state_layer_ids: layer {layer} is outside 0..{num_layers}, the target's layers"
+                )
+        return tuple(sorted(set(ids)))
+
+
+class Layer(nn.Module):
+    """The decoder layer: queries, keys and values come from embedding and state side by side."""
+
+    def __init__(self, shape: Any, architecture: Architecture):
+        super().__init__()
+        self.norm_before_residual = architecture.norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size, architecture.layer_type == "qwen3")
+        self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = LlamaMLP(shape)
+
+    def forward(
+        self, embedding_ND: Tensor, hidden_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attend: Attend, rows: Tensor | None
+    ) -> Tensor:
+        normed = self.hidden_norm(hidden_ND)
+        residual = normed if self.norm_before_residual else hidden_ND
+        x = torch.cat([self.input_layernorm(embedding_ND), normed], -1)
+        residual = residual if rows is None else residual[rows]
+        residual = residual + self.self_attn(x, cos_N, sin_N, attend, rows)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle3(ChainDrafter):
+    name = "eagle3"
+
+    @classmethod
+    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        given = Architecture(**architecture)
+        ids = given.layers(target.num_layers)
+        return given.model_dump(exclude={"num_aux_hidden_states", "draft_vocab_size", "geometry"}) | {
+            "eagle_aux_hidden_state_layer_ids": list(ids),
+            "geometry": given.geometry.filled(target),
+        }
+
+    def build(self, config: dict[str, Any]) -> LlamaConfig:
+        architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        self.hidden_layers = architecture.layers(self.target.num_layers)
+        shape = architecture.geometry.of(self.target)
+        width, eps, taps = shape.hidden_size, shape.rms_norm_eps, len(self.hidden_layers)
+        self.norm_output = architecture.norm_output
+        self.input_norm = LlamaRMSNorm(taps * width, eps) if architecture.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in range(taps)) if architecture.fc_norm else None
+        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.midlayer = Layer(shape, architecture)
+        self.norm = LlamaRMSNorm(width, eps)
+        return shape
+
+    @property
+    def attention(self) -> Attention:  # type: ignore[override]
+        return self.midlayer.self_attn
+
+    def fuse(self, hidden_NTD: Tensor) -> Tensor:
+        x = hidden_NTD.flatten(1).to(self.dtype)
+        if self.feature_scale is not None:
+            x = x * self.feature_scale
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.fc_norm is not None:
+            parts = x.chunk(len(self.fc_norm), -1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(x)
+
+    def step(
+        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        state = self.midlayer(embedding_ND, hidden_ND, *self.cos_sin(position_N), attend, rows)
+        normed = self.norm(state)
+        return normed, normed if self.norm_output else state
+
+    def adopt(self, target: CausalLM) -> None:
+        """The final norm of the target belongs to its output layer. A quarter of it: a layer that knows nothing yet is then as
+        unsure as it should be (with the whole, the loss starts at 15 nats on SmolLM2)."""
+        ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)
+        self.norm.weight.copy_(0.25 * target.final_norm(ones)[0])
+
+    def scales_features(self) -> bool:
+        return self.input_norm is None and self.fc_norm is None  # a norm would undo it

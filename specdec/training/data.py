@@ -1,0 +1,343 @@
+"""Conversations to tokens and a loss mask; reading a training set; the draft vocabulary; which samples a step sees.
+
+A conversation is rendered by the tokenizer's own template, as evaluation renders it, and the mask covers the tokens that the
+target would generate: the assistant's content and the token that ends its turn. They are found by comparing renderings of
+growing prefixes, not by patterns.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdec.core import first_line
+
+DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant"}
+_STAND_IN = "specdec0stand0in"  # plain letters: templates that trim or split content leave it alone
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """token_ids of a conversation; loss_mask: 1 where the token is one that the target would have generated."""
+
+    token_ids: list[int]
+    loss_mask: list[int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rendered conversation with a name. token_n: int64 [n]; mask_n: bool [n], as in `Rendered`."""
+
+    id: str
+    token_n: np.ndarray
+    mask_n: np.ndarray
+
+
+class UnstableTemplate(ValueError):
+    """A template that renders an assistant's turn differently once later turns follow."""
+
+
+def render(
+    messages: Sequence[dict[str, Any]], tokenizer: Any, max_length: int | None = None, **template_kwargs: Any
+) -> Rendered:
+    """Tokens and loss mask of one conversation.
+
+    messages: {"role", "content"} in order; what comes after the last assistant turn is left out. Up to each assistant turn the
+    tokens are those of `apply_chat_template(messages before it, add_generation_prompt=True, **template_kwargs)`. What a
+    template puts between that and the content by itself, such as an empty thinking block, is not supervised. max_length: most
+    tokens; the rest is cut off, which may leave nothing supervised.
+    Raises ValueError, one line, if there is no assistant turn or the template refuses the messages; UnstableTemplate if it
+    renders a turn differently once later ones follow.
+    """
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    token_ids, loss_mask = _render(messages, turns, tokenizer, template_kwargs)
+    return Rendered(token_ids[:max_length], loss_mask[:max_length])
+
+
+def _render(
+    messages: Sequence[dict[str, Any]], turns: list[int], tokenizer: Any, template_kwargs: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """As `render`, supervising the assistant turns at these places only, and ending with the last of them."""
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; give rows with prompt and response, or input_ids and loss_mask")
+    if not turns:
+        raise ValueError("no assistant turn")
+
+    def text_of(part: Sequence[dict[str, Any]], generate: bool = False) -> str:
+        try:
+            text = tokenizer.apply_chat_template(list(part), tokenize=False, add_generation_prompt=generate, **template_kwargs)
+        except Exception as error:
+            raise ValueError(f"the chat template refuses the messages ({first_line(error)})") from None
+        return str(text)
+
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    whole = text_of(messages[: turns[-1] + 1])
+    token_ids: list[int] = []
+    spans: list[tuple[int, int]] = []  # of supervised tokens
+    for place in turns:
+        before, through = text_of(messages[:place], True), text_of(messages[: place + 1])
+        stand_in = text_of([*messages[:place], {**messages[place], "content": _STAND_IN}])
+        head, _, closing = stand_in.rpartition(_STAND_IN)
+        if not (through.startswith(before) and head.startswith(before) and through.endswith(closing)):
+            raise UnstableTemplate(
+                "the chat template renders an answered turn otherwise than its generation prompt and the content; "
+                "keep the token ids when generating, as train/prepare.py does"
+            )
+        if not whole.startswith(through):
+            raise UnstableTemplate(
+                "the chat template renders an assistant turn otherwise once later turns follow; give one sample per turn"
+            )
+        # the turn ends with the first special token of what closes it; if there is none, with the content
+        closing_ids = ids_of(closing)
+        special = [i for i, token in enumerate(closing_ids) if _is_special(tokenizer, token)]
+        if not special:
+            through = through[: len(through) - len(closing)]
+        num_tail = len(closing_ids) - special[0] - 1 if special else 0
+
+        prefix, joint = ids_of(before), ids_of(through)
+        # a token may reach over the border that decoding has between prompt and answer: then the answer stands alone
+        answer = joint[len(prefix) :] if joint[: len(prefix)] == prefix else ids_of(through[len(before) :])
+        answer = answer[: len(answer) - num_tail]
+        inserted: list[int] = []
+        if (opening := head[len(before) :]).strip() and through.startswith(head):
+            inserted = ids_of(before + opening)[len(prefix) :]
+            inserted = inserted if answer[: len(inserted)] == inserted else []
+
+        # an earlier answer whose tokens are others as part of this prompt is history only
+        common = next((i for i, (a, b) in enumerate(zip(token_ids, prefix, strict=False)) if a != b), len(token_ids))
+        spans = [span for span in spans if span[1] <= common]
+        spans.append((len(prefix) + len(inserted), len(prefix) + len(answer)))
+        token_ids = prefix + answer
+
+    loss_mask = np.zeros(len(token_ids), dtype=np.int64)
+    for first, last in spans:
+        loss_mask[first:last] = 1
+    return token_ids, loss_mask.tolist()
+
+
+def user_frame(tokenizer: Any) -> tuple[str, list[int]]:
+    """What the chat template puts in front of a first user turn, and the special token that ends one (a list: there may be
+    none)."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": _STAND_IN}], tokenize=False)
+    before, _, closing = text.rpartition(_STAND_IN)
+    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+    return before, [token for token in ids if _is_special(tokenizer, token)][:1]
+
+
+def _is_special(tokenizer: Any, token: int) -> bool:
+    added = tokenizer.added_tokens_decoder.get(token)
+    return token in tokenizer.all_special_ids or bool(added is not None and added.special)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass
+class Loaded:
+    """What a source held. skipped: how many rows were left out, by reason; listed: where the first of each kind were."""
+
+    samples: list[Sample] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    listed: dict[str, str] = field(default_factory=dict)
+    header: dict[str, Any] | None = None
+
+    def skip(self, where: str, reason: str) -> None:
+        self.skipped[reason] += 1
+        self.listed.setdefault(reason, where)
+
+    @property
+    def said(self) -> str:
+        """The rows that were left out, in a line; empty if there are none."""
+        kinds = [f"{count} {reason} (first: {self.listed[reason]})" for reason, count in self.skipped.most_common()]
+        return "; ".join(kinds)
+
+
+def load(
+    source: str | Path,
+    tokenizer: Any,
+    vocab_size: int,
+    max_length: int | None = None,
+    limit: int | None = None,
+    split: str = "train",
+    **template_kwargs: Any,
+) -> Loaded:
+    """Read a training set: a JSON-lines file (.jsonl, .jsonl.gz), a datasets directory, or a hub id.
+
+    A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
+    `input_ids` and `loss_mask`; `id` is optional. A row that cannot be used is skipped and counted. A conversation whose
+    template changes earlier turns becomes one sample per assistant turn. limit: most rows to read.
+    Raises ValueError, one line, if nothing usable is left.
+    """
+    if max_length is not None and max_length < 3:
+        raise ValueError(f"data.max_length={max_length}: at least 3 tokens are needed to supervise one")
+    if limit is not None and limit < 1:
+        raise ValueError(f"data.limit={limit}: at least 1 row is needed")
+    loaded, names = Loaded(), Counter[str]()
+    for where, row in rows(source, split):
+        if limit is not None and len(loaded.samples) + loaded.skipped.total() >= limit:
+            break
+        if isinstance(row, dict) and "header" in row and loaded.header is None:
+            loaded.header = row["header"]
+            continue
+        try:
+            parts = _rendered(row, tokenizer, vocab_size, max_length, template_kwargs)
+        except ValueError as error:
+            loaded.skip(where, str(error))
+            continue
+        name = str(row.get("id", row.get("conversation_id", where)))
+        names[name] += 1
+        if names[name] > 1:
+            name = f"{name}#{names[name]}"
+        for turn, part in enumerate(parts, 1):
+            mask_n = np.array(part.loss_mask, dtype=bool)
+            if not mask_n[2:].any():
+                loaded.skip(where, "nothing supervised" + (f" within max_length={max_length}" if max_length else ""))
+                continue
+            own = f"{name}/{turn}" if len(parts) > 1 else name
+            loaded.samples.append(Sample(own, np.array(part.token_ids, dtype=np.int64), mask_n))
+    if not loaded.samples:
+        raise ValueError(f"{source}: no row can be trained on ({loaded.said or 'it is empty'})")
+    return loaded
+
+
+def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:
+    """(place, row) of everything in the source; a line that is not JSON comes as its error's text."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        opened: Any = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield f"line {number}", json.loads(line)
+                    except (ValueError, RecursionError):
+                        yield f"line {number}", None
+        return
+    if not path.is_dir() and (path.suffix in (".jsonl", ".json", ".gz") or str(source).count("/") != 1):
+        raise ValueError(f"data.path={source}: no such file or directory, and not a hub id (org/name)")
+    import datasets
+
+    try:
+        if path.is_dir() and (path / "state.json").exists():
+            table: Any = datasets.load_from_disk(str(path))
+        elif path.is_dir() and (path / "dataset_dict.json").exists():
+            table = datasets.load_from_disk(str(path))[split]
+        else:
+            table = datasets.load_dataset(str(source), split=split)
+    except Exception as error:
+        raise ValueError(f"data.path={source}: cannot be read as a dataset ({first_line(error)})") from None
+    for number, row in enumerate(table):
+        yield f"row {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def messages_of(row: Any) -> list[dict[str, Any]]:
+    """The conversation of a row, as role/content. Raises ValueError with the reason if there is none."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    given = row.get("messages", row.get("conversations"))
+    if given is None:
+        prompt, response = row.get("prompt"), row.get("response")
+        if prompt is None or response is None:
+            raise ValueError("no messages, conversations, prompt and response, or input_ids and loss_mask")
+        given = [*(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
+        given += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        raise ValueError("messages are not a list of objects")
+    messages = []
+    for message in given:
+        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError("a message without role and text content")
+        messages.append({**message, "role": _ROLES.get(role, role), "content": content})
+    return messages
+
+
+def _rendered(row: Any, tokenizer: Any, vocab_size: int, max_length: int | None, kwargs: dict[str, Any]) -> list[Rendered]:
+    if isinstance(row, dict) and "input_ids" in row:
+        return [_pretokenized(row, vocab_size, max_length)]
+    messages = messages_of(row)
+    if not tokenizer.chat_template and isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
+        prefix, answer = (
+            tokenizer(row["prompt"])["input_ids"],
+            tokenizer(row["response"], add_special_tokens=False)["input_ids"],
+        )
+        answer = [*answer, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
+        return [Rendered([*prefix, *answer][:max_length], ([0] * len(prefix) + [1] * len(answer))[:max_length])]
+    try:
+        return [render(messages, tokenizer, max_length, **kwargs)]
+    except UnstableTemplate:
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(turns) == 1:
+            raise
+        parts = [_render(messages, [place], tokenizer, kwargs) for place in turns]
+        return [Rendered(ids[:max_length], mask[:max_length]) for ids, mask in parts]
+
+
+def _pretokenized(row: dict[str, Any], vocab_size: int, max_length: int | None) -> Rendered:
+    ids, mask = row["input_ids"], row.get("loss_mask")
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ValueError(f"input_ids are not token ids of the target (0..{vocab_size - 1})")
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
+        raise ValueError("loss_mask is not a list of 0 and 1, as long as input_ids")
+    return Rendered(ids[:max_length], [int(value) for value in mask[:max_length]])
+
+
+# ---------------------------------------------------------------- what training makes of it
+
+
+def held_out(samples: Iterable[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples; the choice hangs on the samples' ids only, so it stays when a set is put in another
+    order."""
+    samples = list(samples)
+    chosen = {sample.id for sample in sorted(samples, key=lambda sample: zlib.crc32(sample.id.encode()))[:count]}
+    return [s for s in samples if s.id not in chosen], [s for s in samples if s.id in chosen]
+
+
+def fingerprint(samples: Iterable[Sample]) -> str:
+    """A hash of tokens and masks, for telling whether two runs had the same data."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.token_n.tobytes())
+        digest.update(sample.mask_n.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def draft_vocabulary(samples: Iterable[Sample], size: int, vocab_size: int) -> np.ndarray:
+    """[size] int64, ascending: the tokens that a drafter with a reduced vocabulary can draft.
+
+    The most frequent supervised ones (of equals, the lower id); where fewer were seen, the lowest unseen ids fill up.
+    """
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"draft_vocab_size={size} is outside 1..{vocab_size}, the target's vocabulary")
+    count_V = np.zeros(vocab_size, dtype=np.int64)
+    for sample in samples:
+        count_V += np.bincount(sample.token_n[sample.mask_n], minlength=vocab_size)
+    by_count = np.lexsort((np.arange(vocab_size), -count_V))  # unseen tokens have equal counts, so they come by id
+    return np.sort(by_count[:size])
+
+
+def picks(step: int, num_samples: int, batch_size: int, seed: int) -> list[int]:
+    """The samples of optimiser step `step` (from 0): a function of these numbers alone, so there is no state to save.
+
+    Every epoch runs over all samples in an order of its own.
+    """
+    places = range(step * batch_size, (step + 1) * batch_size)
+    return [int(_order(seed, place // num_samples, num_samples)[place % num_samples]) for place in places]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_samples: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(num_samples)

@@ -1,0 +1,537 @@
+"""The training loop: `fit` trains a drafter on the target's hidden states, on one process or many.
+
+An optimiser step, in the order in which things happen:
+
+    pick      the samples of the step, a function of (seed, step): nothing to save, the same for any number of processes
+    features  what the target thinks of them, by its forward or from artifacts
+    loss      of every micro-batch, divided by the supervised tokens of the whole step, over processes and micro-batches
+    update    gradients are averaged over processes, clipped, and applied; a step with a gradient that is not finite is skipped
+    record    metrics as sums, divided when they are written; now and then a checkpoint, and decoding with it: real acceptance
+
+Checkpoints appear whole or not at all, and the best ones are chosen by what the engine accepts, not by the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from pydantic import Field, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from specdec import stats
+from specdec.checkpoint import native
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import Checked, Proposer, Request, SamplingParams, first_line
+from specdec.engine import Engine
+from specdec.rejection import Verifier
+from specdec.target import CausalLM
+from specdec.training import data
+from specdec.training.data import Sample
+from specdec.training.features import Batch
+
+
+class Settings(Checked):
+    """Keys of the `train` group.
+
+    max_steps: optimiser steps, unless num_epochs is given; global_batch_size: samples of an optimiser step, over all processes;
+    micro_batch_size: samples of one forward; lr_scheduler: cosine or linear (down to min_lr_ratio x lr) or constant, after
+    warmup_ratio of the steps; loss_normalization: `tokens` weighs every supervised token alike, `samples` every sample;
+    log_every, eval_every, save_every: in steps; keep: checkpoints to keep beside the best; max_nonfinite: steps in a row with a
+    loss that is not finite before giving up; sharding: `ddp` or `fsdp`, when there are several processes.
+    """
+
+    what: ClassVar[str] = "train key"
+
+    max_steps: int | None = Field(None, ge=1)
+    num_epochs: float | None = Field(None, gt=0)
+    global_batch_size: int = Field(8, ge=1)
+    micro_batch_size: int = Field(8, ge=1)
+    lr: float = Field(1e-4, gt=0)
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = Field(0.03, ge=0, le=1)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    mixed_precision: Literal["bf16", "no"] = "bf16"
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    loss_normalization: Literal["tokens", "samples"] = "tokens"
+    log_every: int = Field(10, ge=1)
+    eval_every: int = Field(200, ge=1)
+    save_every: int = Field(200, ge=1)
+    keep: int = Field(2, ge=1)
+    max_nonfinite: int = Field(3, ge=1)
+
+    @model_validator(mode="after")
+    def _length(self) -> Settings:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError("give one of train.max_steps and train.num_epochs")
+        return self
+
+    def num_steps(self, num_samples: int) -> int:
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.num_epochs is not None
+        return max(round(self.num_epochs * num_samples / self.global_batch_size), 1)
+
+    def lr_at(self, step: int, num_steps: int) -> float:
+        """Learning rate of step `step` (from 0) of num_steps."""
+        warmup = round(self.warmup_ratio * num_steps)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / max(num_steps - warmup, 1)
+        fall = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}[self.lr_scheduler]
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+
+
+def fit(
+    drafter: Any,
+    source: Callable[[Sequence[Sample]], Batch],
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    settings: Settings,
+    out_dir: Path,
+    *,
+    seed: int = 0,
+    evaluate: Callable[[Checkpoint], dict[str, Any]] | None = None,
+    log: Callable[[dict[str, Any]], None] = lambda row: None,
+    advance: Callable[[int], None] = lambda steps: None,
+    provenance: dict[str, Any] | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train a drafter that is ready for it (`for_training`), and leave checkpoints in out_dir.
+
+    source: features of samples; held_out: samples for the validation loss; evaluate: what decoding with a checkpoint shows,
+    with `mean_acceptance_length`; log: takes a row of metrics (main process only); resume: go on from out_dir's last
+    checkpoint. Returns where the best and the last checkpoint are, and how training ended. Raises ValueError, one line, if
+    losses are not finite again and again.
+    """
+    run = _Run(drafter, settings, out_dir, seed, len(samples), provenance or {})
+    if resume:
+        run.load()
+        advance(run.step)
+    window = _Window()
+    nonfinite: list[list[str]] = []
+    while run.step < run.num_steps and not run.stopped():
+        began = time.perf_counter()
+        picked = [samples[i] for i in data.picks(run.step, len(samples), settings.global_batch_size, seed)]
+        supervised = sum(int(sample.mask_n[2:].sum()) for sample in picked)
+        micro_batches = run.share(picked)
+        for place, micro in enumerate(micro_batches):
+            ready = time.perf_counter()
+            batch = source(micro)
+            if settings.loss_normalization == "samples":
+                own = np.array([max(int(sample.mask_n[2:].sum()), 1) for sample in micro])
+                batch.weight_B = supervised / len(picked) / own
+            computed = time.perf_counter()
+            window.features_s += computed - ready
+            with run.accumulate(last=place == len(micro_batches) - 1), run.autocast():
+                loss, sums = run.model(batch, run.step / run.num_steps, run.step)
+            # gradients are averaged over processes, and the loss is a sum over all of them
+            run.accelerator.backward(loss * (run.world / max(supervised, 1)))
+            window.add(loss.detach(), sums)
+            window.model_s += time.perf_counter() - computed
+        updating = time.perf_counter()
+        lr = settings.lr_at(run.step, run.num_steps)
+        grad_norm = run.update(lr)
+        window.model_s += time.perf_counter() - updating
+        if grad_norm is None:
+            nonfinite.append([sample.id for sample in picked])
+            if len(nonfinite) >= settings.max_nonfinite:
+                raise ValueError(
+                    f"the loss or its gradient was not finite in {len(nonfinite)} steps in a row, up to step {run.step + 1}; "
+                    f"samples of the last: {', '.join(nonfinite[-1][:8])}; lower train.lr, or look at these samples"
+                )
+            run.num_skipped += 1
+            window.skip()
+        else:
+            nonfinite = []
+            window.keep(supervised)
+        run.step += 1
+        window.total_s += time.perf_counter() - began
+        advance(1)
+
+        last = run.step == run.num_steps or run.stopped()
+        due = [last or run.step % every == 0 for every in (settings.log_every, settings.eval_every, settings.save_every)]
+        if any(due):
+            epoch = run.step * settings.global_batch_size / len(samples)
+            row = {
+                "step": run.step,
+                "epoch": round(epoch, 4),
+                "lr": lr,
+                "grad_norm": grad_norm,
+                "skipped_steps": run.num_skipped,
+            }
+            row |= window.row(run)
+            window = _Window()
+            if due[1] or due[2]:
+                checkpoint = run.save()
+                if due[1] and not run.stopped():
+                    row |= run.validate(source, held_out)
+                    if evaluate is not None and run.accelerator.is_main_process:
+                        row |= run.judge(evaluate(checkpoint))
+                    run.accelerator.wait_for_everyone()
+                run.prune()
+            if run.accelerator.is_main_process:
+                log(row)
+    run.close()
+    return {
+        "step": run.step,
+        "num_steps": run.num_steps,
+        "interrupted": run.step < run.num_steps,
+        "skipped_steps": run.num_skipped,
+        "best": run.best,
+        "last": str(run.directory(run.step)),
+    }
+
+
+@dataclass
+class _Window:
+    """Sums of the steps since the last row of metrics; a step that is skipped leaves nothing behind."""
+
+    loss: Any = 0.0
+    sums: Any = None
+    pending: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    supervised: int = 0
+    features_s: float = 0.0
+    model_s: float = 0.0
+    total_s: float = 0.0
+
+    def add(self, loss: Tensor, sums: Tensor) -> None:
+        self.pending.append((loss, sums))
+
+    def skip(self) -> None:
+        self.pending = []
+
+    def keep(self, supervised: int) -> None:
+        for loss, sums in self.pending:
+            self.loss = self.loss + loss
+            if self.sums is None:
+                self.sums = torch.zeros_like(sums)
+            short, long = sorted((self.sums, sums), key=len)  # with a warm-up, steps of the window unroll differently
+            self.sums = torch.cat([short, torch.zeros_like(long[len(short) :])]) + long
+        self.pending = []
+        self.supervised += supervised
+
+    def row(self, run: _Run) -> dict[str, Any]:
+        """Metrics, after the sums of all processes are added."""
+        row: dict[str, Any] = {
+            "loss": None,
+            "supervised_tokens": self.supervised,
+            "tokens_per_s": self.supervised / self.total_s if self.total_s else None,
+            "features_share": self.features_s / self.total_s if self.total_s else None,
+            "outside_share": 1 - (self.features_s + self.model_s) / self.total_s if self.total_s else None,
+        }
+        if self.sums is None:
+            return row
+        sums = run.accelerator.reduce(self.sums, "sum").cpu().tolist()
+        loss = run.accelerator.reduce(self.loss, "sum").item()
+        return row | {"loss": loss / max(self.supervised, 1)} | per_step(sums)
+
+
+def per_step(sums: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+    """Lists with an entry for each unrolled step, from its sums (loss, hits, overlap, rows, joint hits, reached, chains).
+
+    accuracy: marginal, the likeliest draft token is the target's; joint_accuracy: it and all before it are;
+    conditional_accuracy: it is, given that those before are; one_minus_tv: sum min(p, q), the chance that rejection sampling
+    accepts. All teacher-forced.
+    """
+
+    def over(numerator: float, denominator: float) -> float:
+        return numerator / denominator if denominator else 0.0
+
+    return {
+        "step_loss": [over(loss, rows) for loss, _, _, rows, *_ in sums],
+        "accuracy": [over(hits, rows) for _, hits, _, rows, *_ in sums],
+        "one_minus_tv": [over(overlap, rows) for _, _, overlap, rows, *_ in sums],
+        "joint_accuracy": [over(joint, chains) for *_, joint, _, chains in sums],
+        "conditional_accuracy": [over(joint, reached) for *_, joint, reached, _ in sums],
+    }
+
+
+class _Run:
+    """What a run consists of beside the loop: processes, optimiser, checkpoints."""
+
+    def __init__(
+        self, drafter: Any, settings: Settings, out_dir: Path, seed: int, num_samples: int, provenance: dict[str, Any]
+    ):
+        self.drafter, self.settings, self.out_dir, self.seed = drafter, settings, out_dir, seed
+        self.num_steps, self.provenance = settings.num_steps(num_samples), provenance
+        self.step = self.num_skipped = 0
+        self.best: dict[str, Any] | None = None
+        device = drafter.target.device
+        # autocast is ours: accelerate's setting is one for the whole process, and a sweep may vary it
+        self.accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu")
+        self.world = self.accelerator.num_processes
+        if settings.global_batch_size % self.world:
+            raise ValueError(
+                f"train.global_batch_size={settings.global_batch_size} does not divide into {self.world} processes; "
+                f"give a multiple of {self.world}"
+            )
+        self.model = self._spread(drafter)
+        self.names = [name for name, p in drafter.named_parameters() if p.requires_grad]
+        parameters = [p for p in drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            parameters, settings.lr, (settings.adam_beta1, settings.adam_beta2), weight_decay=settings.weight_decay
+        )
+        self._asked_to_stop = False
+        self._handlers: dict[int, Any] = {}
+        with contextlib.suppress(ValueError):  # only the main thread may listen
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._stop)
+
+    def _spread(self, drafter: nn.Module) -> Any:
+        """The drafter as the processes call it."""
+        drafter.train()
+        if self.world == 1:
+            return drafter
+        if self.settings.sharding == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            return fully_shard(drafter, mesh=init_device_mesh(self.accelerator.device.type, (self.world,)))
+        return self.accelerator.prepare_model(drafter)
+
+    def _stop(self, number: int, frame: Any) -> None:
+        if self._asked_to_stop:
+            raise KeyboardInterrupt
+        self._asked_to_stop = True
+
+    def stopped(self) -> bool:
+        """Whether any process was asked to stop: all of them end after the same step."""
+        if self.world == 1:
+            return self._asked_to_stop
+        flag = torch.tensor(float(self._asked_to_stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum").item())
+
+    def close(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def share(self, picked: list[Sample]) -> list[list[Sample]]:
+        """This process's micro-batches: samples dealt out by length, so that processes finish together."""
+        by_length = sorted(picked, key=lambda sample: len(sample.token_n))
+        mine = by_length[self.accelerator.process_index :: self.world]
+        size = self.settings.micro_batch_size
+        return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+    @contextlib.contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Gradients travel between processes with the last micro-batch only."""
+        if self.world > 1 and self.settings.sharding == "fsdp":
+            self.model.set_requires_gradient_sync(last)
+            yield
+        elif self.world > 1 and not last:
+            with self.accelerator.no_sync(self.model):
+                yield
+        else:
+            yield
+
+    def autocast(self) -> Any:
+        """bfloat16 matrix products over float32 weights, if asked for."""
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.settings.mixed_precision == "bf16")
+
+    def update(self, lr: float) -> float | None:
+        """Clip and apply the gradients. Returns their norm, or None if it was not finite and nothing was applied."""
+        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value = float(norm)
+        if math.isfinite(value):
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.max_grad_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value if math.isfinite(value) else None
+
+    @torch.no_grad()
+    def validate(self, source: Callable[[Sequence[Sample]], Batch], held_out: Sequence[Sample]) -> dict[str, Any]:
+        """The loss and the accuracies on held-out samples, with all steps unrolled. Every process does the same."""
+        if not held_out:
+            return {}
+        self.model.eval()
+        total, sums, count = 0.0, 0.0, 0
+        for i in range(0, len(held_out), self.settings.micro_batch_size):
+            part = held_out[i : i + self.settings.micro_batch_size]
+            with self.autocast():
+                loss, own = self.model(source(part), 1.0, 0)
+            total, sums = total + loss, sums + own
+            count += sum(int(sample.mask_n[2:].sum()) for sample in part)
+        self.model.train()
+        found = per_step(sums.cpu().tolist())  # type: ignore[attr-defined]
+        return {"val_loss": float(total) / max(count, 1)} | {f"val_{key}": value for key, value in found.items()}
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def directory(self, step: int) -> Path:
+        return self.out_dir / "checkpoints" / f"step-{step:08d}"
+
+    def save(self) -> Checkpoint:
+        """Write a checkpoint under a temporary name and rename it: what has the final name is whole."""
+        state = {key: _whole(tensor) for key, tensor in self.drafter.state_dict().items()}
+        moments = {}
+        for name, parameter in self._trained():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{key}:{name}"] = _whole(value)
+        checkpoint: Checkpoint = self.drafter.exported(state)
+        if self.accelerator.is_main_process:
+            final = self.directory(self.step)
+            temporary = final.with_name(f".{final.name}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                (temporary / "training").mkdir(parents=True)
+                native.save(temporary, checkpoint, native.provenance(step=self.step, **self.provenance), self._card())
+                tensors = {f"weight:{key}": value for key, value in state.items()} | moments
+                save_file(
+                    {key: value.contiguous() for key, value in tensors.items()}, temporary / "training" / "state.safetensors"
+                )
+                told = {"step": self.step, "num_steps": self.num_steps, "skipped_steps": self.num_skipped, "best": self.best}
+                (temporary / "training" / "state.json").write_text(json.dumps(told) + "\n")
+                if final.exists():  # a run that was resumed and came here again
+                    final.rename(final.with_name(f".{final.name}.old"))
+                temporary.rename(final)
+                _link(self.out_dir / "last", final)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise OSError(
+                    f"the checkpoint of step {self.step} could not be written ({first_line(error)}); earlier ones are whole; "
+                    "make room and go on with resume=true"
+                ) from None
+        self.accelerator.wait_for_everyone()
+        return checkpoint
+
+    def load(self) -> None:
+        """Take up the last checkpoint: weights, optimiser, and where the run was. Any number of processes may have written
+        it."""
+        found = sorted(self.out_dir.glob("checkpoints/step-*"))
+        if not found:
+            return  # interrupted before the first checkpoint: begin again
+        training = found[-1] / "training"
+        try:
+            told = json.loads((training / "state.json").read_text())
+            tensors = load_file(training / "state.safetensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"{training}: cannot be read ({first_line(error)}); remove {found[-1]} to go on from before"
+            ) from None
+        self.step, self.num_skipped, self.best = told["step"], told["skipped_steps"], told["best"]
+        if told["num_steps"] != self.num_steps:
+            raise ValueError(
+                f"resume=true, but the run was begun with {told['num_steps']} steps and is to have {self.num_steps}; "
+                "the learning rate depends on it: use the same data and train settings"
+            )
+        own = self.drafter.state_dict()
+        with torch.no_grad():
+            for key, value in own.items():
+                _fill(value, tensors[f"weight:{key}"])
+        for name, parameter in self._trained():
+            kept = {key.partition(":")[0]: value for key, value in tensors.items() if key.partition(":")[2] == name}
+            kept.pop("weight", None)
+            self.optimizer.state[parameter] = {
+                key: value if value.ndim == 0 else _like(parameter, value) for key, value in kept.items()
+            }
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.drafter.named_parameters() if p.requires_grad]
+
+    def judge(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Remember the checkpoint of this step if it is the best by measured acceptance."""
+        value = found["mean_acceptance_length"]
+        if self.best is None or value > self.best["mean_acceptance_length"]:
+            self.best = {"step": self.step, "mean_acceptance_length": value}
+            _link(self.out_dir / "best", self.directory(self.step))
+            state = self.directory(self.step) / "training" / "state.json"
+            told = json.loads(state.read_text()) | {"best": self.best}
+            temporary = state.with_suffix(".tmp")
+            temporary.write_text(json.dumps(told) + "\n")
+            temporary.replace(state)
+        return found
+
+    def prune(self) -> None:
+        """Remove all checkpoints but the last few and the best."""
+        if not self.accelerator.is_main_process:
+            return
+        kept = {self.best["step"]} if self.best else set()
+        found = sorted(self.out_dir.glob("checkpoints/step-*"))
+        for path in found[: -self.settings.keep]:
+            if int(path.name.removeprefix("step-")) not in kept:
+                gone = path.rename(path.with_name(f".{path.name}.old"))
+                shutil.rmtree(gone, ignore_errors=True)
+        for rest in self.out_dir.glob("checkpoints/.step-*.old"):
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def _card(self) -> str:
+        target = self.drafter.target.name
+        return (
+            f"# {self.drafter.name} drafter for {target}\n\nTrained with specdec, step {self.step} of {self.num_steps}; "
+            "see provenance.json. Decode with it:\n\n"
+            f"```\npython eval/run.py method={self.drafter.name} checkpoint=DIR model.path={target}\n```\n"
+        )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """On the CPU, gathered from all processes; a copy."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor laid out as the parameter is."""
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value.to(parameter.device)
+
+
+def _fill(own: Tensor, value: Tensor) -> None:
+    if own.shape != value.shape:
+        raise ValueError(
+            f"resume=true, but a tensor is {list(value.shape)} there and {list(own.shape)} here; use the same settings"
+        )
+    own.copy_(_like(own, value))
+
+
+def _link(path: Path, to: Path) -> None:
+    """Point a link at a directory beside it, at once."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(to.relative_to(path.parent))
+    temporary.replace(path)
+
+
+def acceptance(
+    target: CausalLM,
+    proposer: Proposer,
+    verifier: Verifier,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    max_batch_size: int = 8,
+) -> dict[str, Any]:
+    """What the engine accepts when it decodes the prompts greedily with this drafter."""
+    engine = Engine(target, proposer, verifier, max_batch_size)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    requests = [Request(str(i), list(ids), params) for i, ids in enumerate(prompts)]
+    pooled = stats.pool([request.stats for request in engine.run(requests)])
+    keys = ("mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position", "conditional_acceptance_per_position")
+    return {key: pooled[key] for key in keys}
+
+
+def prompts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
+    """The first prompts of held-out samples: what comes before the first supervised token."""
+    return [sample.token_n[: int(sample.mask_n.argmax())].tolist() for sample in samples if sample.mask_n.argmax()][:count]

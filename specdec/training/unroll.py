@@ -1,0 +1,194 @@
+"""Training-time test (EAGLE-3, 2503.01840): which rows take part at each unrolled step, and the attention between the steps.
+
+Row p stands for position p of its document: at step 0 the drafter sees (token p+1, target state p) there and predicts token
+p+2; at step k it sees token p+1+k and its own state of step k-1, stands at position p+k, and predicts token p+2+k. A row is
+supervised at step k if and only if the target generated token p+2+k. At step k a row attends to the keys of step 0 up to
+itself, and to its own keys of steps 1 to k.
+
+Shape letters: N tokens of a batch, A rows that take part, H query heads, G key heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+QUERIES = 256  # rows of one block of scores
+
+
+@dataclass
+class Step:
+    """One unrolled step.
+
+    rows: [A] the rows that are computed: those that are supervised now or later. kept: [A] where these stood among the rows of
+    the step before (None at step 0). supervised: places among the rows. taught: of each supervised row, its place among the
+    taught positions. hit_before: for each supervised row, its place among the supervised rows of the step before, or -1.
+    """
+
+    rows: np.ndarray
+    kept: np.ndarray | None
+    supervised: np.ndarray
+    taught: np.ndarray
+    hit_before: np.ndarray
+
+
+@dataclass
+class Plan:
+    """steps, and taught: [Q] positions (in the batch) whose target law is a label: token taught+1 was generated."""
+
+    steps: list[Step]
+    taught: np.ndarray
+    first_A: np.ndarray  # of every token of the batch, where its document begins
+
+
+def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int) -> Plan:
+    """Rows of every step for documents of these lengths, laid end to end, and their loss mask."""
+    first_N = np.repeat(np.cumsum(length_B) - length_B, length_B)
+    generated = np.flatnonzero(mask_N)
+    within = generated - first_N[generated]
+    generated, within = generated[within >= 2], within[within >= 2]
+    predict = [generated[within >= 2 + k] - 2 - k for k in range(num_steps)]
+    steps: list[Step] = []
+    for k in range(num_steps):
+        rows = np.unique(np.concatenate(predict[k:]))
+        before = -np.ones(len(predict[k]), dtype=np.int64)
+        if k and len(predict[k - 1]):
+            place = np.searchsorted(predict[k - 1], predict[k]).clip(max=len(predict[k - 1]) - 1)
+            before = np.where(predict[k - 1][place] == predict[k], place, -1)
+        steps.append(
+            Step(
+                rows=rows,
+                kept=np.searchsorted(steps[-1].rows, rows) if k else None,
+                supervised=np.searchsorted(rows, predict[k]),
+                taught=np.flatnonzero(within >= 2 + k),
+                hit_before=before,
+            )
+        )
+    return Plan(steps, generated - 1, first_N)
+
+
+def blocks(rows: np.ndarray, first_N: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Cut the rows into pieces of one document each: (first row, last row, first key, last key), ends not included."""
+    pieces = []
+    borders = np.flatnonzero(np.diff(first_N[rows])) + 1
+    for part in np.split(np.arange(len(rows)), borders):
+        for a in range(0, len(part), QUERIES):
+            piece = part[a : a + QUERIES]
+            pieces.append((int(piece[0]), int(piece[-1]) + 1, int(first_N[rows[piece[0]]]), int(rows[piece[-1]]) + 1))
+    return pieces
+
+
+def attention(
+    query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
+    rows: np.ndarray, first_N: np.ndarray, scaling: float,
+) -> Tensor:  # fmt: skip
+    """[A, H, W]. key_NGW, value_NGW: of step 0, every token of the batch; own_key, own_value: [A, G, W] of steps 1 .. k.
+
+    Keeps no scores for the backward pass: they are made again, block by block. `readable_attention` is the same in plain words.
+    """
+    return _Attention.apply(query_AHW, key_NGW, value_NGW, rows, first_N, scaling, *own_key, *own_value)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: Any, first_N: Any, scaling: float, *own: Tensor
+    ) -> Any:
+        num_rows, num_heads, width = query.shape
+        groups = key.shape[1]
+        q = (query * scaling).view(num_rows, groups, -1, width)  # query heads that share a key head side by side
+        steps = len(own) // 2
+        own_key, own_value = own[:steps], own[steps:]
+        # the row's own keys: one score per step
+        own_score = [(q * k.unsqueeze(2)).sum(-1).float() for k in own_key]
+        out, lse = q.new_empty(q.shape), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        row_A = torch.from_numpy(rows).to(q.device)
+        for a, b, first, last in blocks(rows, first_N):
+            score = _scores(q[a:b], key[first:last], row_A[a:b] - first)
+            top = score.amax(-1)
+            for own_s in own_score:
+                top = torch.maximum(top, _fold(own_s[a:b]))
+            weight = (score - top.unsqueeze(-1)).exp_()
+            total = weight.sum(-1)
+            part = torch.matmul(weight.to(value.dtype), value[first:last].transpose(0, 1)).float()
+            for own_s, v in zip(own_score, own_value, strict=True):
+                own_w = (_fold(own_s[a:b]) - top).exp()
+                total = total + own_w
+                part += own_w.unsqueeze(-1) * _fold(v[a:b].unsqueeze(2).expand(-1, -1, q.shape[2], -1)).float()
+            out[a:b] = _unfold(part / total.unsqueeze(-1), b - a).to(out.dtype)
+            lse[a:b] = _unfold(top + total.log(), b - a)
+        ctx.save_for_backward(query, key, value, out, lse, *own)
+        ctx.rest = rows, first_N, scaling
+        return out.view(num_rows, num_heads, width)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, out, lse, *own = ctx.saved_tensors
+        rows, first_N, scaling = ctx.rest
+        num_rows, _, width = query.shape
+        groups, steps = key.shape[1], len(own) // 2
+        q = (query * scaling).view(num_rows, groups, -1, width)
+        grad = grad.reshape(q.shape).to(q.dtype)
+        centre = (grad.float() * out.float()).sum(-1)  # what softmax takes off every weight's gradient
+        grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        grad_key = torch.zeros(key.shape, dtype=torch.float32, device=q.device)
+        grad_value = torch.zeros_like(grad_key)
+        row_A = torch.from_numpy(rows).to(q.device)
+        for a, b, first, last in blocks(rows, first_N):
+            score = _scores(q[a:b], key[first:last], row_A[a:b] - first)
+            weight = (score - _fold(lse[a:b]).unsqueeze(-1)).exp_()
+            own_grad, v_block = _fold(grad[a:b]), value[first:last].transpose(0, 1)
+            grad_value[first:last] += torch.matmul(weight.to(grad.dtype).transpose(1, 2), own_grad).transpose(0, 1)
+            slope = torch.matmul(own_grad, v_block.transpose(1, 2)).float()
+            slope = slope.sub_(_fold(centre[a:b]).unsqueeze(-1)).mul_(weight).to(q.dtype)
+            grad_q[a:b] = _unfold(torch.matmul(slope, key[first:last].transpose(0, 1)), b - a)
+            grad_key[first:last] += torch.matmul(slope.transpose(1, 2), _fold(q[a:b])).transpose(0, 1)
+        grad_own_key, grad_own_value = [], []
+        for k, v in zip(own[:steps], own[steps:], strict=True):
+            weight = ((q * k.unsqueeze(2)).sum(-1).float() - lse).exp()
+            slope = weight * ((grad * v.unsqueeze(2)).sum(-1).float() - centre)
+            grad_q += slope.unsqueeze(-1) * k.unsqueeze(2)
+            grad_own_key.append((slope.unsqueeze(-1) * q).sum(2).to(k.dtype))
+            grad_own_value.append((weight.unsqueeze(-1) * grad).sum(2).to(v.dtype))
+        grad_query = (grad_q * scaling).view(query.shape).to(query.dtype)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, *grad_own_key, *grad_own_value
+
+
+def _fold(x_AGR: Tensor) -> Tensor:
+    """[A, G, R, ...] -> [G, A * R, ...]: one matrix of rows for every key head."""
+    return x_AGR.transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(x: Tensor, num_rows: int) -> Tensor:
+    """The inverse of `_fold`."""
+    return x.unflatten(1, (num_rows, -1)).transpose(0, 1)
+
+
+def _scores(q_AGRW: Tensor, key_SGW: Tensor, place_A: Tensor) -> Tensor:
+    """[G, A * R, S] float32 scores; the keys after a row's own place are out of its sight."""
+    score = torch.matmul(_fold(q_AGRW), key_SGW.permute(1, 2, 0)).float()
+    hidden_AS = torch.arange(key_SGW.shape[0], device=score.device) > place_A.unsqueeze(1)
+    return score.masked_fill_(hidden_AS.repeat_interleave(q_AGRW.shape[2], 0), float("-inf"))
+
+
+def readable_attention(
+    query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
+    rows: np.ndarray, first_N: np.ndarray, scaling: float,
+) -> Tensor:  # fmt: skip
+    """`attention` with one dense mask over all keys of all steps: [A, N + A * k]."""
+    num_rows, num_tokens, repeat = len(rows), len(first_N), query_AHW.shape[1] // key_NGW.shape[1]
+    row_A, first_A, token_N = torch.from_numpy(rows), torch.from_numpy(first_N[rows]), torch.arange(num_tokens)
+    sees_step_0 = (token_N <= row_A.unsqueeze(1)) & (token_N >= first_A.unsqueeze(1))
+    sees_own = torch.eye(num_rows, dtype=torch.bool).repeat(1, len(own_key))
+    mask = torch.cat([sees_step_0, sees_own], 1).to(query_AHW.device)
+    keys = torch.cat([key_NGW, *own_key]).repeat_interleave(repeat, 1)
+    values = torch.cat([value_NGW, *own_value]).repeat_interleave(repeat, 1)
+    score = torch.einsum("ahw,khw->hak", query_AHW * scaling, keys)
+    weight = score.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.einsum("hak,khw->ahw", weight, values)

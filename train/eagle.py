@@ -1,0 +1,165 @@
+"""Train an EAGLE drafter for a frozen target, and choose its checkpoint by what the engine accepts.
+
+    python train/eagle.py model=llama                                     # EAGLE-3 on the demo data
+    python train/eagle.py model=llama method=eagle                        # EAGLE-1
+    python train/eagle.py model=llama model.size=8b data=jsonl data.path=FILE train=eagle3   # the published recipe
+    python train/eagle.py -m train.lr=1e-4,3e-4
+    torchrun --nproc_per_node 2 train/eagle.py model=llama train.sharding=fsdp
+    python eval/run.py method=eagle3 checkpoint=outputs/eagle3_demo-llama-demo
+
+Writes out_dir/metrics.jsonl, checkpoints/, best and last (links), config.yaml, summary.json and train.png.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+    import torch
+    from accelerate import PartialState
+
+    from specdec import method, rejection, report, track
+    from specdec.chain import Init
+    from specdec.checkpoint.native import Checkpoint
+    from specdec.target import CausalLM, choose_device
+    from specdec.training import data, features, loop
+
+    # everything that a typo can break comes before the weights
+    recipe, model, name = dict(cfg["train"]), cfg["model"], cfg["method"]["name"]
+    drafter_class: Any = method.find(name)
+    if not hasattr(drafter_class, "fresh"):
+        trained = [other for other in method.names() if hasattr(method.find(other), "fresh")]
+        raise ValueError(f"method={name} has nothing to train; use {' or '.join(trained)}")
+    recipe.pop("name")
+    architecture, init, objective = recipe.pop("drafter"), Init(**recipe.pop("init")), recipe.pop("objective")
+    objective = drafter_class.objective_type(**objective)
+    settings = loop.Settings(**recipe)
+    out_dir = Path(cfg["out_dir"])
+    track.refuse_taken(out_dir, cfg["resume"])
+    if cfg["num_threads"] is not None and cfg["num_threads"] < 1:
+        raise ValueError(f"num_threads={cfg['num_threads']}: at least 1 is needed; null means 1")
+    torch.set_num_threads(cfg["num_threads"] or 1)
+
+    device = choose_device(model["device"])
+    processes = PartialState(cpu=device.type == "cpu")
+    if processes.num_processes > 1 and device.type == "cuda":
+        device = processes.device
+    # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
+    target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", str(device), model["revision"])
+    given = cfg["data"]
+    loaded = data.load(
+        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, given["max_length"], given["limit"], given["split"],
+        **given["template_kwargs"],
+    )  # fmt: skip
+    if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
+        report.show(
+            f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
+            "make data of its own with train/prepare.py"
+        )
+    if loaded.skipped and processes.is_main_process:
+        report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")
+    if given["held_out"] >= len(loaded.samples):
+        raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
+    samples, held_out = data.held_out(loaded.samples, given["held_out"])
+
+    checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples)
+    drafter = drafter_class(target, checkpoint, cfg["method"]["num_speculative_tokens"])
+    source: Any
+    if cfg["features"]["path"]:
+        source = features.Artifacts(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
+        for sample in (*samples, *held_out):  # found now, not in the middle of a run
+            source.place(sample)
+    else:
+        source = features.Online(target, drafter.hidden_layers, int(cfg["features"]["keep_gb"] * 2**30))
+    some = source(samples[:64])
+    beyond_first = np.arange(len(some.token_N)) - np.repeat(np.cumsum(some.length_B) - some.length_B, some.length_B) > 0
+    statistics = some.hidden(drafter.hidden_layers)[torch.from_numpy(beyond_first).to(device)]
+    # the first token of a prompt is an attention sink, thousands of times larger than the others: it would set the scale
+    drafter.for_training(objective, init, statistics, warm=cfg["checkpoint"] is not None)
+
+    identity = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "method": name,
+        "data": data.fingerprint(loaded.samples),
+        "drafter": checkpoint.config,
+        "init": init.model_dump(),
+        "objective": objective.model_dump(),
+        "train": settings.model_dump(exclude={"log_every", "eval_every", "save_every", "keep", "micro_batch_size", "sharding"}),
+        "seed": cfg["seed"],
+    }
+    if processes.is_main_process:
+        track.claim(out_dir, cfg["resume"], identity)
+        config.save(cfg, out_dir / "config.yaml")
+    processes.wait_for_everyone()
+    prompts = loop.prompts_of(held_out, cfg["eval"]["num_prompts"])
+
+    def evaluate(trained: Checkpoint) -> dict[str, Any]:
+        """Decode with the drafter as it would be loaded."""
+        asked = {key: value for key, value in cfg["method"].items() if key not in ("name", "model", "revision")}
+        proposer = method.build(name, target, model=trained, **asked)
+        return loop.acceptance(
+            target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
+        )
+
+    metrics = track.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
+    with report.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+
+        def log(row: dict[str, Any]) -> None:
+            assert metrics is not None
+            metrics.add(row)
+            show_row(row)
+
+        result = loop.fit(
+            drafter, source, samples, held_out, settings, out_dir, seed=cfg["seed"], evaluate=evaluate if prompts else None,
+            log=log, advance=advance, provenance={"identity": identity, "environment": track.environment()},
+            resume=cfg["resume"],
+        )  # fmt: skip
+    if metrics is None:
+        return result
+    summary = identity | result | {"environment": track.environment(), "last_metrics": metrics.rows.rows[-1]}
+    track.write_json(out_dir / "summary.json", summary)
+    plot = report.plot_training(metrics.rows.rows, f"{name} for {target.name}, {given['name']} data", out_dir / "train.png")
+    where = metrics.close(result, [plot])
+    if result["interrupted"]:
+        report.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
+    if result["best"]:
+        best = result["best"]
+        report.show(
+            f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
+        )
+    if where:
+        report.show(f"wandb: {where}")
+    report.show(f"written to {out_dir}; decode with it: python eval/run.py method={name} checkpoint={out_dir}")
+    return result
+
+
+def new_drafter(drafter_class: Any, target: Any, cfg: dict[str, Any], architecture: Any, init: Any, samples: Any) -> Any:
+    """The checkpoint to begin with: a new drafter, or the one that is named."""
+    from specdec.checkpoint import native
+    from specdec.training import data
+
+    if cfg["checkpoint"]:
+        return native.load(cfg["checkpoint"])
+    size = architecture.get("draft_vocab_size")
+    vocab_ids = None
+    if size is not None and size != target.vocab_size:
+        vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
+    return drafter_class.fresh(target, architecture, init, vocab_ids, cfg["seed"])
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("train")
+    main()

@@ -1,0 +1,69 @@
+"""Write the target's hidden states of a training set to disk, once, for training that does not run the target.
+
+    python train/extract.py model=llama out_dir=hidden                         # layers that EAGLE-3 taps by default
+    python train/extract.py data=jsonl data.path=FILE layer_ids=[2,15,27] dry_run=true
+    python train/eagle.py features.path=hidden                                 # with the same data settings
+
+Killed at any moment it goes on with resume=true; a file that is cut short or altered is made again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> None:
+    import torch
+
+    from specdec import report, track
+    from specdec.method.eagle3 import Architecture
+    from specdec.target import CausalLM
+    from specdec.training import data, features
+
+    model, given, out_dir = cfg["model"], cfg["data"], Path(cfg["out_dir"])
+    if cfg["layout"] not in ("shards", "vllm"):
+        raise ValueError(f"layout={cfg['layout']!r}: use shards or vllm")
+    if not cfg["dry_run"]:
+        track.refuse_taken(out_dir, cfg["resume"])
+    torch.set_num_threads(cfg["num_threads"] or 1)
+    target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
+    loaded = data.load(
+        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, given["max_length"], given["limit"], given["split"],
+        **given["template_kwargs"],
+    )  # fmt: skip
+    if loaded.skipped:
+        report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")
+    layers = cfg["layer_ids"] if cfg["layer_ids"] is not None else Architecture().layers(target.num_layers)
+    source = features.Online(target, layers)
+    tokens = sum(len(sample.token_n) for sample in loaded.samples)
+    need = features.num_bytes(target, source.layers, loaded.samples)
+    report.show(
+        f"{len(loaded.samples)} samples, {tokens} tokens, layers {list(source.layers)}: {need / 2**30:.2f} GiB "
+        f"({need // max(tokens, 1)} bytes per token)"
+    )
+    if cfg["dry_run"]:
+        return
+    identity = features.identity(target, source.layers, model["revision"])
+    track.claim(out_dir, cfg["resume"], {"data": data.fingerprint(loaded.samples), "layer_ids": list(source.layers)})
+    config.save(cfg, out_dir / "config.yaml")
+    writer = features.Writer(
+        out_dir, identity, 0 if cfg["layout"] == "vllm" else cfg["shard_mb"] << 20, cfg["layout"] == "vllm"
+    )
+    with report.progress(len(loaded.samples), samples=0) as advance:
+        made = features.extract(source, loaded.samples, writer, lambda: advance("samples"))
+    report.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="extract")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("extract")
+    main()

@@ -1,0 +1,194 @@
+"""Make training data: the target answers prompts with the project's own engine, and its token ids are kept.
+
+    python train/prepare.py out=data.jsonl                          # the target invents the user turns, too
+    python train/prepare.py prompts=prompts.jsonl out=data.jsonl    # lines with turns, messages or conversations
+    python train/prepare.py prompts=prompts.jsonl out=data.jsonl resume=true
+
+The first line of `out` is a header that says how it was made; then one line per conversation: messages, input_ids and loss_mask
+(1 where the target generated the token). Answers of the prompt set are dropped and made anew, turn by turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "openings.jsonl"
+
+
+def run(cfg: dict[str, Any]) -> None:
+    import torch
+
+    from specdec import __version__, method, rejection, report, tasks, track
+    from specdec.core import SamplingParams
+    from specdec.engine import Engine
+    from specdec.target import CausalLM
+
+    out, model, answers = Path(cfg["out"]), cfg["model"], cfg["answers"]
+    if out.exists() and not cfg["resume"]:
+        raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
+    if not answers["temperatures"]:
+        raise ValueError("answers.temperatures=[] is empty; give at least one, such as [0.0]")
+    torch.set_num_threads(cfg["num_threads"] or 1)
+    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    engine = Engine(
+        target, method.build("none", target), rejection.build("standard"), cfg["max_batch_size"],
+        min(cfg["max_model_len"], target.max_model_len),
+    )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out)
+    chosen = conversations(prompts, cfg["limit"])
+
+    header = {
+        "made_by": f"specdec {__version__} train/prepare.py",
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "revision": model["revision"],
+        "chat_template_sha256": hashlib.sha256((target.tokenizer.chat_template or "").encode()).hexdigest(),
+        "prompts": {"file": prompts.name, "fingerprint": tasks.fingerprint(chosen), "count": len(chosen)},
+        "synthesize": None if cfg["prompts"] else cfg["synthesize"],
+        "answers": answers,
+        "seed": cfg["seed"],
+    }
+    rows = track.Rows(out)
+    if rows.rows and rows.rows[0].get("header") != json.loads(json.dumps(header)):
+        raise ValueError(f"resume=true, but {out} was begun with other settings; use the same, or another out=")
+    if not rows.rows:
+        rows.add({"header": header})
+    done = {row["id"] for row in rows.rows[1:]}
+
+    temperatures = answers["temperatures"]
+    with report.progress(len(chosen), answers=len(done)) as advance:
+        for place, temperature in enumerate(temperatures):
+            mine = [task for i, task in enumerate(chosen) if i % len(temperatures) == place and task.id not in done]
+            params = SamplingParams(
+                temperature=temperature, max_tokens=answers["max_tokens"], top_p=answers["top_p"], top_k=answers["top_k"]
+            )
+            said: dict[str, list[Any]] = {}
+            for task, turn, request in tasks.decode(engine, mine, params, cfg["seed"]):
+                said.setdefault(task.id, []).append(request)
+                if turn == len(task.turns):
+                    rows.add(row_of(task, said.pop(task.id), target.tokenizer))
+                    advance("answers")
+            for task in mine:  # a conversation that outgrew the context keeps the turns that fit
+                if task.id in said:
+                    rows.add(row_of(task, said[task.id], target.tokenizer))
+                    advance("answers")
+    rows.close()
+    kept = rows.rows[1:]
+    tokens = sum(sum(row["loss_mask"]) for row in kept)
+    report.show(f"{len(kept)} conversations, {tokens} supervised tokens, written to {out}")
+
+
+def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
+    """A conversation as the last request saw it. An earlier answer is supervised if its tokens stand in there as generated."""
+    last = requests[-1]
+    input_ids = [*last.prompt_token_ids, *last.output_token_ids]
+    loss_mask = [0] * len(input_ids)
+    messages = []
+    for turn, request in zip(task.turns, requests, strict=False):
+        text = tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
+        whole = [*request.prompt_token_ids, *request.output_token_ids]
+        if input_ids[: len(whole)] == whole:
+            loss_mask[len(request.prompt_token_ids) : len(whole)] = [1] * len(request.output_token_ids)
+    return {
+        "id": task.id,
+        "category": task.category,
+        "messages": messages,
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "temperature": last.params.temperature,
+        "finish_reason": last.finish_reason,
+    }
+
+
+def conversations(path: Path, limit: int | None) -> list[Any]:
+    """The user turns of a prompt set."""
+    from specdec import tasks
+    from specdec.training import data
+
+    if not path.is_file():
+        raise ValueError(f"prompts={path}: no such file")
+    chosen, left_out = [], Counter[str]()
+    for where, row in data.rows(path, "train"):
+        if isinstance(row, dict) and row.get("turns") == []:
+            continue  # a made-up turn that was not kept
+        try:
+            turns = row["turns"] if isinstance(row, dict) and "turns" in row else None
+            turns = turns or [m["content"] for m in data.messages_of(row) if m["role"] == "user"]
+        except ValueError as error:
+            left_out[str(error)] += 1
+            continue
+        chosen.append(tasks.Task(str(row.get("id", where)), str(row.get("category", "all")), tuple(turns)))
+    if left_out:
+        print(f"note: {sum(left_out.values())} rows of {path} were left out: {dict(left_out)}")
+    if not chosen:
+        raise ValueError(f"prompts={path}: no row with user turns")
+    return chosen[:limit]
+
+
+def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
+    """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
+    from specdec import report, track
+    from specdec.core import Request, SamplingParams
+    from specdec.llm import derived_seed
+    from specdec.training import data
+
+    given, tokenizer = cfg["synthesize"], engine.target.tokenizer
+    path = out.with_name(f"{out.name}.prompts.jsonl")
+    openings = [json.loads(line) for line in Path(given["openings"] or OPENINGS).read_text().splitlines() if line.strip()]
+    deal = [opening for opening in openings for _ in range(opening.get("weight", 1))]
+    prefix, closing = data.user_frame(tokenizer)
+    params = SamplingParams(
+        temperature=given["temperature"], top_p=given["top_p"], top_k=given["top_k"], max_tokens=given["max_tokens"],
+        stop_token_ids=closing,
+    )  # fmt: skip
+    rows = track.Rows(path)
+    seen = {row["turns"][0] for row in rows.rows if row["turns"]}
+    number = len(rows.rows)
+    with report.progress(given["count"], prompts=len(seen)) as advance:
+        while len(seen) < given["count"]:
+            if number > 20 * given["count"]:
+                raise ValueError(
+                    f"{len(seen)} usable user turns among {number}; {engine.target.name} does not make them up well"
+                )
+            size = 4 * cfg["max_batch_size"]
+            requests = []
+            for i in range(number, number + size):
+                # a low-discrepancy walk, so that any stretch of numbers has the openings in their shares
+                opening = deal[int(i * 0.6180339887498949 % 1 * len(deal))]
+                ids = tokenizer(prefix + opening["text"], add_special_tokens=False)["input_ids"]
+                requests.append(Request(str(i), ids, params, derived_seed(cfg["seed"], i), json.dumps(opening)))
+            for request in sorted(engine.run(requests), key=lambda request: int(request.id)):
+                opening = json.loads(request.category)
+                answer = tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+                text = (opening["text"] + answer).strip()
+                good = request.finish_reason == "stop" and len(text.split()) >= 4 and text not in seen
+                good = good and text.endswith(opening.get("ends", "")) and "\ufffd" not in text
+                good = good and len(seen) < given["count"]
+                # a turn that is not used leaves a row too, so that resuming knows which numbers are through
+                rows.add({"id": f"{opening['category']}-{request.id}", "category": opening["category"], "turns": [text] * good})
+                if good:
+                    seen.add(text)
+                    advance("prompts")
+            number += size
+    rows.close()
+    return path
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="prepare")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("prepare")
+    main()
