@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 export HYDRA_FULL_ERROR ?= 0
 
-.PHONY: help demo test lint prove bench gpu gpu-wheels
+.PHONY: help demo drafter test lint prove bench gpu gpu-wheels
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -18,10 +18,18 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
-## make demo        decode real prompts with n-gram, suffix and draft-model speculation on the embedded model, and compare
+## make demo        train a short EAGLE-3 drafter for the embedded model; decode real prompts plainly, with n-gram, suffix and
+##                  EAGLE-3 speculation, and compare
 demo: $(VENV)/.done
-	$(RUN) eval/run.py -m method=ngram,suffix,draft_model limit=18 sampling.max_tokens=64 out_dir=$(OUT)
-	$(RUN) eval/compare.py $(OUT)/*/ --out $(OUT)
+	$(RUN) train/eagle.py model=llama train.max_steps=300 data.limit=420 out_dir=$(OUT)/drafter
+	$(RUN) eval/run.py -m method=none,ngram,suffix limit=18 sampling.max_tokens=64 out_dir=$(OUT)
+	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter limit=18 sampling.max_tokens=64 out_dir=$(OUT)/3-method_eagle3
+	$(RUN) eval/compare.py $(OUT)/[0-9]*/ --out $(OUT)
+
+## make drafter     the EAGLE-3 drafter of the README: the whole demo recipe, and its acceptance on the demo prompts
+drafter: $(VENV)/.done
+	$(RUN) train/eagle.py model=llama out_dir=$(OUT)/drafter
+	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter out_dir=$(OUT)/eval
 
 ## make test        lint, types and tests
 test: $(VENV)/.done lint

@@ -4,6 +4,7 @@ was lost.
     python eval/run.py method=suffix
     python eval/run.py method=ngram method.num_speculative_tokens=8 sampling.temperature=0.8 rejection=match
     python eval/run.py -m method=ngram,suffix limit=24
+    python eval/run.py method=eagle3 checkpoint=outputs/eagle3_demo-llama-demo
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
 Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
@@ -29,6 +30,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.target import CausalLM
 
     # everything that a typo can break comes before the weights
+    if cfg["checkpoint"] is not None:
+        take_checkpoint(cfg)
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
@@ -119,6 +122,15 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         report.show(f"wandb: {track.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
     report.show(f"written to {out_dir}")
     return summary
+
+
+def take_checkpoint(cfg: dict[str, Any]) -> None:
+    """checkpoint=DIR is the model of the method that drafts with it."""
+    if cfg["speculative_config"] is not None:
+        raise ValueError("checkpoint= and speculative_config= say the same thing; put the directory into its key 'model'")
+    if "model" not in cfg["method"]:
+        raise ValueError(f"checkpoint={cfg['checkpoint']}: method {cfg['method']['name']!r} takes none; say method=eagle3")
+    cfg["method"]["model"] = str(cfg["checkpoint"])
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="eval")

@@ -8,7 +8,7 @@ with the rows of `specdec.training.unroll`. A method adds its module: `fuse`, `s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -109,7 +109,13 @@ class Geometry(Checked):
                 f"num_attention_heads={facts['num_attention_heads']} is not a multiple of "
                 f"num_key_value_heads={facts['num_key_value_heads']}"
             )
-        return LlamaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, hidden_act="silu", **facts)
+        if facts["head_dim"] % 2:
+            raise ValueError(f"head_dim={facts['head_dim']} is odd; positions are rotations of pairs, so give an even one")
+        try:
+            return LlamaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, hidden_act="silu", **facts)
+        except Exception as error:  # transformers has rules of its own, and errors of several lines
+            given = ", ".join(f"{key}={value}" for key, value in self.model_dump(exclude_none=True).items())
+            raise ValueError(f"geometry {given} is no Llama layer: {' '.join(str(error).split())[:200]}") from None
 
     def filled(self, target: CausalLM) -> dict[str, Any]:
         """Every key with the value that it comes to."""
@@ -206,9 +212,19 @@ class ChainDrafter(nn.Module):
             start(self, seed=0)
         else:
             native.fill(self, checkpoint)
+            self._check_vocabulary(checkpoint.name)
         self.to(target.device)
         self.cache = SlotCache([(shape.num_key_value_heads, shape.head_dim)], target.dtype, target.device)
         self.ready = False
+
+    def _check_vocabulary(self, name: str) -> None:
+        """Each draft id must be another token of the target: a law that loses mass is not lossless."""
+        if (ids := self.vocab_ids) is None:
+            return
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"{name}: d2t does not map its {len(ids)} draft ids to different tokens of 0..{self.target.vocab_size - 1}"
+            )
 
     # ---------------------------------------------------------------- what a method adds
 
@@ -281,7 +297,7 @@ class ChainDrafter(nn.Module):
     def begin(self, row: int, request: Request) -> None:
         """Nothing to do: the first `propose` brings the prompt's states."""
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         """Nothing to undo: the next request overwrites the row."""
 
     @torch.inference_mode()
@@ -360,11 +376,11 @@ class ChainDrafter(nn.Module):
 
     # ---------------------------------------------------------------- training
 
-    def forward(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, Tensor]:
         """`loss`, under the name that data-parallel wrappers call."""
         return self.loss(batch, progress, seed)
 
-    def loss(self, batch: Batch, progress: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, Tensor]:
         """Sum of the losses of all supervised rows and steps, weighed by step; [K, 7] sums per step, for metrics.
 
         progress: how much of the run is behind, 0 to 1; seed: of what is random, if anything is.
@@ -383,13 +399,13 @@ class ChainDrafter(nn.Module):
         ]
         teacher = self.teacher(batch, plan)
         weights = [self.objective.ttt_step_loss_decay**k for k in range(num_steps)]
-        head = self.target.head_rows()[0] if self.lm_head is None else self.lm_head.weight
+        head = teacher.weight_VD if self.lm_head is None else self.lm_head.weight
         total, sums, hits = losses.distill(
             supervised, [step.taught for step in plan.steps], head, teacher, weights, self.objective.loss
         )
         return self.regression(total, supervised[0], teacher, plan), torch.cat([sums, self._chains(hits, plan)], 1)
 
-    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int) -> Tensor:
+    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
         """The states that training reads; a method may blur them."""
         return hidden_ND
 
@@ -397,7 +413,7 @@ class ChainDrafter(nn.Module):
         """What a method adds to the loss; nothing here."""
         return total
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int = 0, attention: Any = unroll.attention) -> list[Tensor]:
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
         """[A, D] states for the output layer at every step, of the rows of the plan. attention: the efficient or readable
         one."""
         token_N, first_N = batch.token_N, plan.first_A
@@ -484,6 +500,8 @@ class ChainDrafter(nn.Module):
 
         architecture: keys of the method's own; vocab_ids: ascending target ids of the draft vocabulary, None for all.
         """
+        if vocab_ids is not None and (np.diff(vocab_ids) <= 0).any():
+            raise ValueError("vocab_ids must be ascending and distinct")
         config = cls.resolved(target, architecture) | {
             "own_lm_head": init.train_lm_head or vocab_ids is not None,
             "draft_vocab_size": target.vocab_size if vocab_ids is None else len(vocab_ids),
@@ -492,6 +510,7 @@ class ChainDrafter(nn.Module):
         start(drafter, seed)
         if vocab_ids is not None:
             drafter.get_buffer("d2t").copy_(torch.from_numpy(vocab_ids - np.arange(len(vocab_ids))))
+            drafter._check_vocabulary("vocab_ids")
         if drafter.lm_head is not None and init.lm_head == "target":
             with torch.no_grad():
                 drafter.lm_head.weight.copy_(target.head_rows(drafter.vocab_ids)[0])
@@ -542,6 +561,6 @@ def start(module: nn.Module, seed: int) -> None:
     for parameter in module.parameters():
         with torch.no_grad():
             if parameter.ndim > 1:
-                parameter.normal_(0, 0.02, generator=noise)
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=noise))
             else:
                 parameter.fill_(1)

@@ -12,7 +12,7 @@ Letters of their laws: p is the target's, q is the drafter's.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -257,8 +257,9 @@ class Proposer(Protocol):
     def begin(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
 
-    def end(self, row: int) -> None:
-        """The request leaves the row."""
+    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        """The request leaves the row, finished (its `finish_reason` is set) or dropped. hidden: states of the tokens committed
+        since the last `propose`, in parts of [n, T, D], if `hidden_layers` asked for them."""
 
     def propose(self, context: Context) -> Draft: ...
 
@@ -281,7 +282,7 @@ class Silent:
     def begin(self, row: int, request: Request) -> None:
         pass
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         pass
 
     def more_bytes(self, rows: int, slots: int) -> int:

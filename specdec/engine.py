@@ -385,7 +385,7 @@ class Engine:
 
     def _leave(self, row: int) -> None:
         if self.begun_R[row]:
-            self.proposer.end(int(row))
+            self.proposer.end(int(row), self.hidden_R[row])
         self.begun_R[row] = False
         self.request_R[row] = None
         self.prompt_R[row] = self.cached_R[row] = self.length_R[row] = self.step_R[row] = 0

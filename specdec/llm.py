@@ -48,18 +48,15 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "fly_window_size": (None,),
     "fly_entropy_threshold": (None, 0.3),
     "fly_entropy_top_k": (None, 3),
-    "draft_model_config": (None,),
 }
-_NOT_BUILT_METHODS = (
-    "mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu",
-    "extract_hidden_states",
-)  # fmt: skip
+_NOT_BUILT_METHODS = ("mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu")
 
 
 class SpeculativeConfig(Checked):
     """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
 
     A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts.
+    `shared_storage_path` and `include_output_tokens` of extract_hidden_states are settings of a connector in vLLM.
     """
 
     model_config = ConfigDict(strict=True)  # true is not 1 here, nor "5" 5
@@ -79,6 +76,9 @@ class SpeculativeConfig(Checked):
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
     draft_sample_method: str | None = None
+    draft_model_config: dict[str, Any] | None = None
+    shared_storage_path: str | None = None
+    include_output_tokens: bool | None = None
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: list[float] | None = None
     synthetic_acceptance_length: float | None = None
@@ -148,6 +148,10 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"method {name!r} needs num_speculative_tokens; give how many tokens to draft per step")
         if name in _MODEL_HINT and "model" not in given:
             raise ValueError(f"method {name!r} needs model; {_MODEL_HINT[name]}")
+        if name == "extract_hidden_states":
+            for key in ("shared_storage_path", "draft_model_config"):
+                if key not in given:
+                    raise ValueError(f"method {name!r} needs {key}; see conf/method/{name}.yaml")
         if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
             raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
         if num_draft is not None and num_draft >= target.max_model_len:

@@ -15,6 +15,7 @@ import copy
 import importlib
 import itertools
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,10 @@ class TableLM(CausalLM):
         head = torch.nn.Linear(self.hidden_size, self.vocab_size, bias=False).requires_grad_(False)
         head.weight.copy_(self.head_VD)
         return head
+
+    @property
+    def tokenizer(self) -> Any:
+        raise ValueError("a table has no tokenizer")
 
     @property
     def embedding(self) -> torch.nn.Module:
@@ -263,6 +268,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for drafter in ("same", "noisy", "negated")
     },
     "eagle": {f"{how}-eagle": _K | {"model": "fresh", "draft_sample_method": how} for how in ("greedy", "probabilistic")},
+    "extract_hidden_states": {
+        "extract": {
+            "shared_storage_path": tempfile.mkdtemp(),
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+        }
+    },
     # a reduced vocabulary: tokens that can be accepted, but never drafted
     "eagle3": {
         f"{how}-eagle3-{size}": _K | {"model": size, "draft_sample_method": how}

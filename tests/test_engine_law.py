@@ -108,7 +108,7 @@ def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> N
     requests = decode(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times)
     assert misfit(TABLE, requests) < 1
     drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
-    assert (drafted > 0) == (case[0] != "none")
+    assert (drafted > 0) == (case[0] not in ("none", "extract_hidden_states"))
     if drafted and case[1].get("model") != "same":
         assert 0.05 < accepted / drafted < 0.95, "drafts that always stand, or never do, try little"
 

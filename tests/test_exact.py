@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,15 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
         given["model"] = str(target.path)
     if name in ("eagle", "eagle3"):
         given["model"] = drafter(name, target)
+    if name == "extract_hidden_states":
+        last = target.num_layers
+        given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, last]}}
+        given |= {"shared_storage_path": tempfile.mkdtemp(), "include_output_tokens": True}
     return given | more
 
 
 def drafter(name: str, target: CausalLM) -> str:
     """The directory of an EAGLE drafter with random weights that nevertheless drafts what is accepted now and then."""
-    import tempfile
-
     directory = Path(tempfile.mkdtemp())
     own: Any = method_of.find(name)
     checkpoint = own.fresh(target, {}, Init(), np.arange(60, 200) if name == "eagle3" else None)

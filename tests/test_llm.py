@@ -446,17 +446,12 @@ def test_a_directory_with_dots_is_no_dotted_path(tmp_path: Path, monkeypatch: py
     assert SpeculativeConfig(model="draft.v1").resolved_method == "draft_model"
 
 
-LATER = (
-    *("eagle", "eagle3", "mtp", "mlp_speculator", "mlp", "medusa", "dflash", "dspark", "pard", "ngram_gpu"),
-    "extract_hidden_states",
-)
+LATER = (*("mtp", "mlp_speculator", "mlp", "medusa", "dflash", "dspark", "pard", "ngram_gpu"),)
 
 
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}, "eagle"),
-        ({"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}, "eagle3"),
         ({"model": "org/model-DFlash"}, "dflash"),
         ({"model": "org/model-dspark"}, "dspark"),
         *(({"method": name}, name) for name in LATER),
@@ -465,6 +460,23 @@ LATER = (
 )
 def test_methods_that_are_not_built(given: Any, name: str, target: CausalLM, one_line: Any) -> None:
     one_line(lambda: build(target, given), f"'{name}' is not built yet", "built: ")
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_drafter_must_be_given(name: str, target: CausalLM, one_line: Any) -> None:
+    given = {"method": name, "num_speculative_tokens": 3}
+    one_line(lambda: build(target, given), f"method '{name}' needs model", "give the directory", "train/eagle.py")
+    one_line(lambda: build(target, {"method": name}), f"'{name}' needs num_speculative_tokens")
+    one_line(lambda: build(target, {**given, "model": "/no/such/drafter"}), "/no/such/drafter", "no such directory")
+    one_line(lambda: build(target, {**given, "model": str(target.path)}), "no native drafter checkpoint", "'llama'")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"), ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3")],
+)
+def test_eagle_is_recognised_by_its_name(model: str, name: str) -> None:
+    assert SpeculativeConfig(model=model, num_speculative_tokens=3).resolved_method == name
 
 
 # Every key of vLLM's object whose feature is not built: what asks for it, and what does not.
@@ -491,9 +503,9 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "fly_window_size": ([2], [None]),
     "fly_entropy_threshold": ([0.5], [None]),
     "fly_entropy_top_k": ([5], [None]),
-    "draft_model_config": ([{"hf_config": {}}], [None]),
 }
 BUILT = {
+    "draft_model_config",
     *("method", "model", "num_speculative_tokens", "max_model_len", "revision"),
     *("prompt_lookup_max", "prompt_lookup_min"),
     *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
@@ -514,7 +526,7 @@ def test_a_key_that_is_not_built_is_never_ignored(key: str, target: CausalLM, on
 
 
 def test_every_key_of_vllm_is_known() -> None:
-    ours = {"prompt_lookup_latest"}
+    ours = {"prompt_lookup_latest", "shared_storage_path", "include_output_tokens"}
     known = {*SpeculativeConfig.model_fields, *SpeculativeConfig.aliases}
     assert known - ours == BUILT | set(NOT_BUILT) | {"tensor_parallel_size"}
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 
 from specdec import method
+from specdec.chain import Init
+from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Context, Draft, Proposer, Request, SamplingParams
 from specdec.llm import SpeculativeConfig
+from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, find_match, find_match_reference
 from specdec.target import CausalLM
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 SLOTS = 256
+HANDED: WeakKeyDictionary[Proposer, dict[int, int]] = WeakKeyDictionary()  # by row: tokens whose states a proposer was given
 
 
 @cache
@@ -37,7 +43,8 @@ def context(
 ) -> Context:
     """What the engine hands over: committed tokens of some cache rows, in the order of the rows.
 
-    The columns beyond a row's tokens hold garbage, as they do after a rejected draft.
+    The columns beyond a row's tokens hold garbage, as they do after a rejected draft. Hidden states are those of the tokens
+    since the proposer's last call; where a test asks again about the same tokens, the last one's once more.
     """
     rows = np.array(sorted(texts))
     token_RL = np.full((rows[-1] + 1, SLOTS), 255, dtype=np.int64)
@@ -45,8 +52,11 @@ def context(
         token_RL[row, : len(tokens)] = tokens
     k, hidden = proposer.num_speculative_tokens, None
     if proposer.hidden_layers:
-        shape = (1, len(proposer.hidden_layers), tiny().hidden_size)
-        hidden = [torch.zeros(shape) for _ in rows]
+        handed, hidden = HANDED.setdefault(proposer, {}), []
+        for row in rows.tolist():
+            hidden_LTD = states(tuple(texts[row][:-1]), proposer.hidden_layers)
+            hidden.append(hidden_LTD[min(handed.get(row, 0), len(hidden_LTD) - 1) :])
+            handed[row] = len(hidden_LTD)
     generator = torch.Generator().manual_seed(len(rows))
     params = SamplingParams(temperature=temperature, max_tokens=64)
     return Context(
@@ -60,6 +70,16 @@ def context(
         hidden=hidden,
         logits_BV=torch.zeros(len(rows), tiny().vocab_size) if proposer.needs_logits else None,
     )
+
+
+@cache
+def states(tokens: tuple[int, ...], layers: tuple[int, ...]) -> torch.Tensor:
+    """[n, T, D] what the target's layers hold after a prefill of these tokens."""
+    target_cache = tiny().new_cache()
+    target_cache.reserve(1, len(tokens))
+    out = tiny().prefill(target_cache, 0, np.array(tokens), 0, 512, layers)
+    assert out.hidden_NTD is not None
+    return out.hidden_NTD
 
 
 def drafts(proposer: Proposer, texts: dict[int, list[int]], **more: Any) -> list[list[int]]:
@@ -151,15 +171,30 @@ def test_unknown_settings_name_the_nearest() -> None:
 # ----------------------------------------------------------------------------------------------- contract
 
 Make = Callable[[], Proposer]
-VARIANTS = [*((name, {}) for name in METHODS), ("draft_model", {"draft_sample_method": "probabilistic"})]
+LAWS = {"draft_sample_method": "probabilistic"}
+VARIANTS = [*((name, {}) for name in METHODS), *((name, LAWS) for name in ("draft_model", "eagle", "eagle3"))]
+
+
+@cache
+def drafter(name: str) -> tempfile.TemporaryDirectory[str]:
+    """A checkpoint of an EAGLE drafter as it is before training, for `tiny`."""
+    directory, own = tempfile.TemporaryDirectory(), method.find(name)
+    checkpoint = own.fresh(tiny(), {}, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
+    native.save(Path(directory.name), checkpoint, {}, "")
+    return directory
 
 
 def build(name: str, **more: Any) -> Proposer:
-    """A method as its YAML has it, on `tiny`; where it needs a model, `tiny` itself."""
+    """A method as its YAML has it, on `tiny`; where it needs a model, `tiny` itself or a fresh drafter for it."""
     given = {key: value for key, value in read(CONF / "method" / f"{name}.yaml").items() if value is not None}
     given["method"] = given.pop("name")
     if name == "draft_model":
         given["model"] = "tiny"
+    if name in ("eagle", "eagle3"):
+        given["model"] = drafter(name).name
+    if name == "extract_hidden_states":
+        given["shared_storage_path"] = tempfile.mkdtemp()
+        given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}
     proposer, _ = SpeculativeConfig(**given | more).build(tiny())
     proposer.reserve(4, SLOTS)
     return proposer
@@ -182,6 +217,7 @@ TEXTS = {0: text(0, 40), 1: text(1, 23), 3: text(3, 61)}  # row 2 is free
 
 def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
     proposer.begin(row, Request(f"r{row}", prompt, SamplingParams(max_tokens=64)))
+    HANDED.setdefault(proposer, {})[row] = 0
 
 
 def check(proposer: Proposer, given: Context) -> Draft:
@@ -233,7 +269,8 @@ def test_a_draft_is_well_formed(make: Make) -> None:
             for temperature in (0.0, 0.8):
                 draft = check(proposer, context(proposer, texts, max_draft, temperature))
                 drafted += int(draft.length_B.sum())
-    assert (drafted > 0) == (k > 0), "on text that repeats itself, who drafts at all drafts something"
+    expects = k > 0 and not isinstance(proposer, ExtractHiddenStates)
+    assert (drafted > 0) == expects, "on text that repeats itself, who drafts at all drafts something"
 
 
 def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:

@@ -19,6 +19,19 @@ import hydra
 
 from specdec import config
 
+# what a run may be resumed with other values of
+FREE = (
+    "max_steps",
+    "num_epochs",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep",
+    "micro_batch_size",
+    "sharding",
+    "max_nonfinite",
+)
+
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
@@ -92,7 +105,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "drafter": checkpoint.config,
         "init": init.model_dump(),
         "objective": objective.model_dump(),
-        "train": settings.model_dump(exclude={"log_every", "eval_every", "save_every", "keep", "micro_batch_size", "sharding"}),
+        "train": settings.model_dump(exclude=set(FREE)),
         "seed": cfg["seed"],
     }
     if processes.is_main_process:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ def run(cfg: dict[str, Any]) -> None:
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out)
-    chosen = conversations(prompts, cfg["limit"])
+    chosen = [task for task in conversations(prompts, cfg["limit"]) if fits(engine, task)]
+    if not chosen:
+        raise ValueError(f"prompts={prompts}: no prompt leaves room for an answer within max_model_len={engine.max_model_len}")
 
     header = {
         "made_by": f"specdec {__version__} train/prepare.py",
@@ -87,6 +90,20 @@ def run(cfg: dict[str, Any]) -> None:
     report.show(f"{len(kept)} conversations, {tokens} supervised tokens, written to {out}")
 
 
+def fits(engine: Any, task: Any) -> bool:
+    """Whether the first turn leaves room for an answer; if not, says so."""
+    from specdec import tasks
+    from specdec.core import Request, SamplingParams
+
+    ids = tasks.prompt_ids(engine.target.tokenizer, [task.turns[0]], [])
+    try:
+        engine.check(Request(task.id, ids, SamplingParams()))
+    except ValueError as error:
+        print(f"note: left out: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
     """A conversation as the last request saw it. An earlier answer is supervised if its tokens stand in there as generated."""
     last = requests[-1]
@@ -117,17 +134,29 @@ def conversations(path: Path, limit: int | None) -> list[Any]:
 
     if not path.is_file():
         raise ValueError(f"prompts={path}: no such file")
-    chosen, left_out = [], Counter[str]()
+    chosen, left_out, taken = [], Counter[str](), Counter[str]()
     for where, row in data.rows(path, "train"):
         if isinstance(row, dict) and row.get("turns") == []:
             continue  # a made-up turn that was not kept
         try:
             turns = row["turns"] if isinstance(row, dict) and "turns" in row else None
-            turns = turns or [m["content"] for m in data.messages_of(row) if m["role"] == "user"]
+            if turns is None:
+                turns = [m["content"] for m in data.messages_of(row) if m["role"] == "user"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+                raise ValueError("turns are not a list of texts")
+            "".join(turns).encode()
+        except UnicodeEncodeError:
+            left_out["half of a surrogate pair, which is no text"] += 1
+            continue
         except ValueError as error:
             left_out[str(error)] += 1
             continue
-        chosen.append(tasks.Task(str(row.get("id", where)), str(row.get("category", "all")), tuple(turns)))
+        base = name = str(row.get("id", where))
+        while name in taken:  # an id names requests and rows, so it must be the only one
+            taken[base] += 1
+            name = f"{base}#{taken[base]}"
+        taken[name] += 1
+        chosen.append(tasks.Task(name, str(row.get("category", "all")), tuple(turns)))
     if left_out:
         print(f"note: {sum(left_out.values())} rows of {path} were left out: {dict(left_out)}")
     if not chosen:

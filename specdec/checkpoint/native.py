@@ -95,6 +95,10 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
         raise ValueError(
             f"{directory}: format_version {config.get('format_version')!r} is not 1; use the version that wrote it"
         )
+    wanted: dict[str, type] = {"method": str, "drafter": dict, "target": dict}
+    for key, its_type in wanted.items():
+        if not isinstance(config.get(key), its_type):
+            raise ValueError(f"{directory / 'config.json'}: {key} is {config.get(key)!r}; the checkpoint is not whole")
     try:
         tensors = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as error:
@@ -124,6 +128,8 @@ def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
     for key, tensor in checkpoint.tensors.items():
         if key not in own:
             raise ValueError(f"{checkpoint.name}: unknown tensor {key!r}; {nearest(key, own)}")
+        if own[key].is_floating_point() != tensor.is_floating_point():
+            raise ValueError(f"{checkpoint.name}: {key} is {tensor.dtype}, and should be like {own[key].dtype}")
         if own[key].shape != tensor.shape:
             raise ValueError(
                 f"{checkpoint.name}: {key} is {list(tensor.shape)}, and its config asks for {list(own[key].shape)}"

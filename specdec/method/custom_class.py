@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class CustomClass(Silent):
         if hasattr(self.own, "begin"):
             self.own.begin(row, request)
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         if hasattr(self.own, "end"):
             self.own.end(row)
 

@@ -6,6 +6,8 @@ committed since its last call (which overwrites what was rejected), then goes on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -71,7 +73,7 @@ class DraftModel:
         self.model.prefill(self.cache, row, ids, 0, PREFILL_CHUNK)
         self.written_R[row] = len(ids)
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         del self.written_R[row]
 
     def propose(self, context: Context) -> Draft:

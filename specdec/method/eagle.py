@@ -79,7 +79,7 @@ class Eagle(ChainDrafter):
         return {"geometry": Architecture(**architecture).geometry.filled(target)}
 
     def build(self, config: dict[str, Any]) -> LlamaConfig:
-        shape = Geometry(**config["geometry"]).of(self.target)
+        shape = Geometry(**config.get("geometry", {})).of(self.target)
         self.hidden_layers = (self.target.num_layers,)
         self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(shape)])
@@ -104,14 +104,14 @@ class Eagle(ChainDrafter):
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x, x
 
-    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int) -> Tensor:
+    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
         """Uniform noise on the states that are read, as in the published training code: less for longer sequences."""
         if not (width := self.objective.feature_noise) or not self.training:
             return hidden_ND
         drawn = []
         for name, length in zip(batch.ids, batch.length_B.tolist(), strict=True):
             # by the sample's name, so that it does not matter in which batch or process it is
-            noise = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+            noise = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             drawn.append((torch.rand(length, hidden_ND.shape[1], generator=noise) - 0.5) * (width * 512 / length))
         return hidden_ND + torch.cat(drawn).to(hidden_ND)
 

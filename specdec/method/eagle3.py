@@ -57,6 +57,8 @@ class Architecture(Checked):
                     .astype(int)
                     .tolist()
                 )
+        if not ids:
+            raise ValueError("eagle_aux_hidden_state_layer_ids=[] taps nothing; name at least one layer, or leave the key out")
         for layer in ids:
             if not 0 <= layer <= num_layers:
                 raise ValueError(

@@ -805,7 +805,7 @@ class Suffix(Silent):
         if self.responses is not None:
             self.responses.start(state.key, state.capacity)
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, hidden: Sequence[object] = ()) -> None:
         """Caches the response, with the tokens since the last `propose` if the engine has filled them in."""
         state = self._rows.pop(row)
         state.tree.reset()

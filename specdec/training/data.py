@@ -37,11 +37,13 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Sample:
-    """A rendered conversation with a name. token_n: int64 [n]; mask_n: bool [n], as in `Rendered`."""
+    """A rendered conversation with a name. token_n: int64 [n]; mask_n: bool [n], as in `Rendered`; part_of: the conversation,
+    where that makes several samples."""
 
     id: str
     token_n: np.ndarray
     mask_n: np.ndarray
+    part_of: str | None = None
 
 
 class UnstableTemplate(ValueError):
@@ -110,11 +112,13 @@ def _render(
         prefix, joint = ids_of(before), ids_of(through)
         # a token may reach over the border that decoding has between prompt and answer: then the answer stands alone
         answer = joint[len(prefix) :] if joint[: len(prefix)] == prefix else ids_of(through[len(before) :])
-        answer = answer[: len(answer) - num_tail]
         inserted: list[int] = []
         if (opening := head[len(before) :]).strip() and through.startswith(head):
-            inserted = ids_of(before + opening)[len(prefix) :]
-            inserted = inserted if answer[: len(inserted)] == inserted else []
+            opened = ids_of(head)
+            inserted = opened[len(prefix) :] if opened[: len(prefix)] == prefix else ids_of(opening)
+            if answer[: len(inserted)] != inserted:  # a token reaches over this border: likewise
+                answer = [*inserted, *ids_of(through[len(head) :])]
+        answer = answer[: len(answer) - num_tail]
 
         # an earlier answer whose tokens are others as part of this prompt is history only
         common = next((i for i, (a, b) in enumerate(zip(token_ids, prefix, strict=False)) if a != b), len(token_ids))
@@ -185,29 +189,35 @@ def load(
         raise ValueError(f"data.max_length={max_length}: at least 3 tokens are needed to supervise one")
     if limit is not None and limit < 1:
         raise ValueError(f"data.limit={limit}: at least 1 row is needed")
-    loaded, names = Loaded(), Counter[str]()
+    loaded, names, taken, num_rows = Loaded(), Counter[str](), set[str](), 0
     for where, row in rows(source, split):
-        if limit is not None and len(loaded.samples) + loaded.skipped.total() >= limit:
+        if num_rows == limit:
             break
         if isinstance(row, dict) and "header" in row and loaded.header is None:
             loaded.header = row["header"]
             continue
+        num_rows += 1
         try:
             parts = _rendered(row, tokenizer, vocab_size, max_length, template_kwargs)
         except ValueError as error:
             loaded.skip(where, str(error))
             continue
         name = str(row.get("id", row.get("conversation_id", where)))
-        names[name] += 1
-        if names[name] > 1:
-            name = f"{name}#{names[name]}"
         for turn, part in enumerate(parts, 1):
+            if max(part.token_ids, default=0) >= vocab_size:
+                loaded.skip(where, f"text with tokens that are not token ids of the target (0..{vocab_size - 1})")
+                continue
             mask_n = np.array(part.loss_mask, dtype=bool)
             if not mask_n[2:].any():
                 loaded.skip(where, "nothing supervised" + (f" within max_length={max_length}" if max_length else ""))
                 continue
-            own = f"{name}/{turn}" if len(parts) > 1 else name
-            loaded.samples.append(Sample(own, np.array(part.token_ids, dtype=np.int64), mask_n))
+            base = own = f"{name}/{turn}" if len(parts) > 1 else name
+            while own in taken:  # also by a row whose given id looks like a made one
+                names[base] += 1
+                own = f"{base}#{names[base] + 1}"
+            taken.add(own)
+            part_of = where if len(parts) > 1 else None
+            loaded.samples.append(Sample(own, np.array(part.token_ids, dtype=np.int64), mask_n, part_of))
     if not loaded.samples:
         raise ValueError(f"{source}: no row can be trained on ({loaded.said or 'it is empty'})")
     return loaded
@@ -218,13 +228,17 @@ def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:
     path = Path(source).expanduser()
     if path.is_file():
         opened: Any = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        yield f"line {number}", json.loads(line)
-                    except (ValueError, RecursionError):
-                        yield f"line {number}", None
+        try:
+            with opened(path, "rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        try:
+                            row = json.loads(line)
+                        except (ValueError, RecursionError):
+                            row = None
+                        yield f"line {number}", _given(row)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"data.path={source}: cannot be read, or is cut short ({first_line(error)})") from None
         return
     if not path.is_dir() and (path.suffix in (".jsonl", ".json", ".gz") or str(source).count("/") != 1):
         raise ValueError(f"data.path={source}: no such file or directory, and not a hub id (org/name)")
@@ -240,7 +254,12 @@ def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:
     except Exception as error:
         raise ValueError(f"data.path={source}: cannot be read as a dataset ({first_line(error)})") from None
     for number, row in enumerate(table):
-        yield f"row {number}", {key: value for key, value in row.items() if value is not None}
+        yield f"row {number}", _given(row)
+
+
+def _given(row: Any) -> Any:
+    """A table has every column in every row, and every key in every message; null says that it was not given."""
+    return {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else row
 
 
 def messages_of(row: Any) -> list[dict[str, Any]]:
@@ -257,10 +276,14 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise ValueError("messages are not a list of objects")
     messages = []
-    for message in given:
+    for message in map(_given, given):
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError("a message without role and text content")
+        try:
+            (role + content).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a message with half of a surrogate pair, which is no text") from None
         messages.append({**message, "role": _ROLES.get(role, role), "content": content})
     return messages
 
@@ -299,11 +322,13 @@ def _pretokenized(row: dict[str, Any], vocab_size: int, max_length: int | None) 
 
 
 def held_out(samples: Iterable[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples; the choice hangs on the samples' ids only, so it stays when a set is put in another
-    order."""
+    """(training, held-out) samples: about `count` held out, whole conversations. The choice hangs on names only, so it stays
+    when a set is put in another order."""
     samples = list(samples)
-    chosen = {sample.id for sample in sorted(samples, key=lambda sample: zlib.crc32(sample.id.encode()))[:count]}
-    return [s for s in samples if s.id not in chosen], [s for s in samples if s.id in chosen]
+    name = lambda sample: sample.part_of or sample.id
+    by_hash = sorted(samples, key=lambda sample: zlib.crc32(name(sample).encode()))
+    chosen = {name(sample) for sample in by_hash[:count]}
+    return [s for s in samples if name(s) not in chosen], [s for s in samples if name(s) in chosen]
 
 
 def fingerprint(samples: Iterable[Sample]) -> str:

@@ -39,16 +39,16 @@ class Features:
     """Of one sample, n tokens.
 
     hidden_nTD: of the tapped layers, in ascending order of their ids; argmax_n int64 and logsumexp_n float32: of the target's
-    logits after each token, where the next token is supervised (elsewhere -1 and 0).
+    logits after each token, where the next token is supervised (elsewhere -1 and 0), or None where nobody has asked yet.
     """
 
     hidden_nTD: Tensor
-    argmax_n: Tensor
-    logsumexp_n: Tensor
+    argmax_n: Tensor | None = None
+    logsumexp_n: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.hidden_nTD.nbytes + self.argmax_n.nbytes + self.logsumexp_n.nbytes
+        return sum(x.nbytes for x in (self.hidden_nTD, self.argmax_n, self.logsumexp_n) if x is not None)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Batch:
 def lay_out(samples: Sequence[Sample], features: Sequence[Features], layers: tuple[int, ...], device: torch.device) -> Batch:
     """One batch of samples and what the target thinks of them."""
 
-    def join(parts: list[Tensor]) -> Tensor:
+    def join(parts: list[Any]) -> Tensor:
         return torch.cat(parts).to(device, non_blocking=True)
 
     return Batch(
@@ -126,7 +126,7 @@ class Online:
         features = Features(hidden_nTD, argmax_n, logsumexp_n)
         if self.kept_bytes + features.num_bytes <= self.keep_bytes:
             self.kept_bytes += features.num_bytes
-            self.kept[sample.id] = features
+            self.kept[sample.id] = Features(hidden_nTD.cpu(), argmax_n.cpu(), logsumexp_n.cpu())
         return features
 
     def _check(self, logits_V: Tensor, hidden_D: Tensor) -> None:
@@ -167,7 +167,14 @@ def _checked(target: CausalLM, layers: Iterable[int]) -> tuple[int, ...]:
 
 def identity(target: CausalLM, layers: tuple[int, ...], revision: str | None = None) -> dict[str, Any]:
     """What a manifest says about where its hidden states come from."""
-    tokenizer = target.tokenizer
+    vocabulary: str | None
+    template: str | None
+    try:
+        tokenizer: Any = target.tokenizer
+        vocabulary = _sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+        template = _sha256((tokenizer.chat_template or "").encode())
+    except ValueError:  # a target without a tokenizer takes token ids
+        vocabulary = template = None
     return {
         "format": FORMAT,
         "version": 1,
@@ -180,8 +187,8 @@ def identity(target: CausalLM, layers: tuple[int, ...], revision: str | None = N
         "layer_ids": list(layers),
         "layer_numbering": "vllm: id i enters layer i, id num_layers leaves the last one",
         "last_hidden_kind": "pre_norm",
-        "tokenizer_sha256": _sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
-        "chat_template_sha256": _sha256((tokenizer.chat_template or "").encode()),
+        "tokenizer_sha256": vocabulary,
+        "chat_template_sha256": template,
         "producer": f"specdec {__version__}",
     }
 
@@ -214,8 +221,8 @@ class Writer:
             _write(path, json.dumps(manifest, indent=1))
         self.pending: list[tuple[Sample, Features]] = []
         self.pending_bytes = 0
-        numbers = [int(path.stem.removeprefix(PREFIX)) for path in directory.glob(f"{PREFIX}*.safetensors")]
-        self.number = max(numbers, default=-1) + 1
+        shards = [re.fullmatch(rf"{PREFIX}(\d+)", path.stem) for path in directory.glob(f"{PREFIX}*.safetensors")]
+        self.number = max((int(shard[1]) for shard in shards if shard), default=-1) + 1
 
     def add(self, sample: Sample, features: Features) -> None:
         self.pending.append((sample, features))
@@ -238,8 +245,12 @@ class Writer:
         name = f"{PREFIX}{self.number:05d}.safetensors"
         if self.plain:
             joined, metadata = {key: joined[key] for key in ("hidden_states", "token_ids")}, None
-            name = re.sub(r"[^A-Za-z0-9._-]", "_", self.pending[0][0].id) + ".safetensors"
-        temporary = self.directory / f".{PREFIX}{name}"
+            sample = self.pending[0][0]
+            stem = re.sub(r"^\.|[^A-Za-z0-9._-]", "_", sample.id)[:100]
+            if stem != sample.id:  # others may come to the same
+                stem += f"-{_key(sample.token_n)[:8]}"
+            name = f"{stem}.safetensors"
+        temporary = self.directory / f".{PREFIX}{name}.tmp"
         try:
             save_file(joined, temporary, metadata=metadata)
             temporary.replace(self.directory / name)
@@ -251,13 +262,14 @@ class Writer:
 
 
 def _tensors(sample: Sample, features: Features) -> dict[str, Tensor]:
-    return {
+    tensors = {
         "hidden_states": features.hidden_nTD.cpu(),
         "token_ids": torch.from_numpy(sample.token_n),
         "loss_mask": torch.from_numpy(sample.mask_n.astype(np.uint8)),
-        "argmax": features.argmax_n.cpu(),
-        "logsumexp": features.logsumexp_n.cpu(),
     }
+    if features.argmax_n is not None and features.logsumexp_n is not None:
+        tensors |= {"argmax": features.argmax_n.cpu(), "logsumexp": features.logsumexp_n.cpu()}
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -321,32 +333,48 @@ class Artifacts:
         place, length = self.place(sample), len(sample.token_n)
         tensors = read(place)
         hidden_nTD = tensors["hidden_states"]
+        self._check_shape(place, hidden_nTD)
+        if self.columns != list(range(len(self.stored))):
+            hidden_nTD = hidden_nTD[:, self.columns]
+        lacking = length - place.length
+        hidden_nTD = torch.nn.functional.pad(hidden_nTD, (0, 0, 0, 0, 0, lacking)).to(self.target.device)
+        asked_n = torch.from_numpy(np.append(sample.mask_n[1:], False))
+        if "argmax" in tensors and not lacking and (tensors["argmax"][asked_n] >= 0).all():
+            argmax_n, logsumexp_n = tensors["argmax"], tensors["logsumexp"]
+            return Features(hidden_nTD, torch.where(asked_n, argmax_n, -1), torch.where(asked_n, logsumexp_n, 0.0))
+        last_nD = hidden_nTD[:, -1].to(self.target.dtype)
+        return Features(hidden_nTD, *teach(self.target, last_nD, sample.mask_n))
+
+    def _check_shape(self, place: _Place, hidden_nTD: Tensor) -> None:
         if hidden_nTD.shape[1:] != (len(self.stored), self.target.hidden_size):
             raise ValueError(
                 f"{place.path}: hidden_states are {list(hidden_nTD.shape)}; [tokens, {len(self.stored)} layers, "
                 f"{self.target.hidden_size}] is expected"
             )
-        if self.columns != list(range(len(self.stored))):
-            hidden_nTD = hidden_nTD[:, self.columns]
-        lacking = length - place.length
-        hidden_nTD = torch.nn.functional.pad(hidden_nTD, (0, 0, 0, 0, 0, lacking)).to(self.target.device)
-        if "argmax" in tensors and not lacking:
-            return Features(hidden_nTD, tensors["argmax"], tensors["logsumexp"])
-        last_nD = hidden_nTD[:, -1].to(self.target.dtype)
-        return Features(hidden_nTD, *teach(self.target, last_nD, sample.mask_n))
 
     def _check(self) -> None:
-        """The stored last states of some samples, through the target's output layer, must give the stored argmax."""
-        every = list(self.places.values())
+        """The stored last states of some samples, through the target's output layer, must give the stored argmax; where none
+        is stored, that of a forward of the target."""
+        every, online = list(self.places.values()), Online(self.target, ())
         rows = hits = 0
         for place in every[:: max(len(every) // 4, 1)][:4]:
             tensors = read(place)
-            if "argmax" not in tensors:
-                continue
-            last_nD = tensors["hidden_states"][:, self.stored.index(self.target.num_layers)]
-            told = torch.nonzero(tensors["argmax"] >= 0).flatten()[:64]
+            hidden_nTD = tensors["hidden_states"]
+            self._check_shape(place, hidden_nTD)
+            last_nD = hidden_nTD[:, self.stored.index(self.target.num_layers)]
+            argmax_n = tensors.get("argmax")
+            if argmax_n is None:
+                token_n = tensors["token_ids"][:64].long().numpy()
+                if not 0 <= token_n.min(initial=0) <= token_n.max(initial=0) < self.target.vocab_size or not len(token_n):
+                    raise ValueError(
+                        f"{place.path}: its token_ids are none of {self.target.name} (0..{self.target.vocab_size - 1})"
+                    )
+                argmax_n = online.of(Sample(place.id, token_n, np.ones(len(token_n), dtype=bool))).argmax_n
+                assert argmax_n is not None
+                argmax_n = argmax_n.cpu()
+            told = torch.nonzero(argmax_n >= 0).flatten()[:64]
             logits = self.target.logits_of(last_nD[told].to(self.target.device, self.target.dtype))
-            hits += int((logits.max(-1).indices.cpu() == tensors["argmax"][told]).sum())
+            hits += int((logits.max(-1).indices.cpu() == argmax_n[told]).sum())
             rows += len(told)
         if hits < 0.9 * rows:
             raise ValueError(
@@ -368,12 +396,15 @@ def places(path: Path) -> Iterator[tuple[_Place, np.ndarray]]:
         ) from None
     if shape[0] != len(token_N):
         raise ValueError(f"{path}: {shape[0]} states for {len(token_N)} tokens; extract again with resume=true")
-    if "samples" not in metadata:
+    if "samples" not in metadata and FORMAT not in metadata.values():
         yield _Place(path, 0, len(token_N), None, path.stem), token_N
         return
-    for entry in json.loads(metadata["samples"]):
-        offset, length = entry["offset"], entry["length"]
-        yield _Place(path, offset, length, entry["sha256"], entry["id"]), token_N[offset : offset + length]
+    try:
+        entries = [(e["offset"], e["length"], e["sha256"], e["id"]) for e in json.loads(metadata["samples"])]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: its list of samples is damaged; extract again with resume=true") from None
+    for offset, length, sha256, name in entries:
+        yield _Place(path, offset, length, sha256, name), token_N[offset : offset + length]
 
 
 def read(place: _Place) -> dict[str, Tensor]:
@@ -429,6 +460,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
     except ValueError:
         raise ValueError(f"{path}: not JSON; the directory cannot be used") from None
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{path}: not a JSON object; the directory cannot be used")
     if manifest.get("format") != FORMAT or manifest.get("version") != 1:
         raise ValueError(f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r} is not {FORMAT!r} 1")
     return dict(manifest)

@@ -18,6 +18,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -142,7 +143,7 @@ def fit(
             computed = time.perf_counter()
             window.features_s += computed - ready
             with run.accumulate(last=place == len(micro_batches) - 1), run.autocast():
-                loss, sums = run.model(batch, run.step / run.num_steps, run.step)
+                loss, sums = run.model(batch, run.step / run.num_steps, f"{seed} {run.step}")
             # gradients are averaged over processes, and the loss is a sum over all of them
             run.accelerator.backward(loss * (run.world / max(supervised, 1)))
             window.add(loss.detach(), sums)
@@ -371,7 +372,7 @@ class _Run:
         for i in range(0, len(held_out), self.settings.micro_batch_size):
             part = held_out[i : i + self.settings.micro_batch_size]
             with self.autocast():
-                loss, own = self.model(source(part), 1.0, 0)
+                loss, own = self.model(source(part))
             total, sums = total + loss, sums + own
             count += sum(int(sample.mask_n[2:].sum()) for sample in part)
         self.model.train()
@@ -432,10 +433,11 @@ class _Run:
                 f"{training}: cannot be read ({first_line(error)}); remove {found[-1]} to go on from before"
             ) from None
         self.step, self.num_skipped, self.best = told["step"], told["skipped_steps"], told["best"]
-        if told["num_steps"] != self.num_steps:
-            raise ValueError(
-                f"resume=true, but the run was begun with {told['num_steps']} steps and is to have {self.num_steps}; "
-                "the learning rate depends on it: use the same data and train settings"
+        if told["num_steps"] != self.num_steps and self.accelerator.is_main_process:
+            print(
+                f"note: the run was to have {told['num_steps']} steps and has {self.num_steps} now: "
+                "from here on the learning rate is that of the new length",
+                file=sys.stderr,
             )
         own = self.drafter.state_dict()
         with torch.no_grad():

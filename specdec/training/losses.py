@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 TERMS = ("ce", "kl", "tv")
-BLOCK = 1 << 25  # logits of one matrix product
-STRIP = 1 << 19  # logits that are worked on at once: what a cache holds
+BLOCK = 1 << 24  # logits of one matrix product
+STRIP = 1 << 18  # logits that are worked on at once: what a cache holds
 
 LOSS, HITS, OVERLAP, ROWS = range(4)  # columns of the sums that are reported per step
 
@@ -188,7 +188,7 @@ def readable_distill(
         q = log_q.exp()
         losses = {
             "ce": -(p * log_q).sum(-1),
-            "kl": (p * (p.log() - log_q)).sum(-1),
+            "kl": torch.where(p > 0, p * (p.log() - log_q), 0).sum(-1),
             "tv": 1 - torch.minimum(p, q).sum(-1),
         }
         loss = sum(factor * losses[name] for name, factor in terms.items()) * teacher.count_Q[own]

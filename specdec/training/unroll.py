@@ -101,7 +101,9 @@ class _Attention(torch.autograd.Function):
     ) -> Any:
         num_rows, num_heads, width = query.shape
         groups = key.shape[1]
-        q = (query * scaling).view(num_rows, groups, -1, width)  # query heads that share a key head side by side
+        q = (query * scaling).view(
+            num_rows, groups, num_heads // groups, width
+        )  # query heads that share a key head side by side
         steps = len(own) // 2
         own_key, own_value = own[:steps], own[steps:]
         # the row's own keys: one score per step
@@ -131,9 +133,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, lse, *own = ctx.saved_tensors
         rows, first_N, scaling = ctx.rest
-        num_rows, _, width = query.shape
+        num_rows, num_heads, width = query.shape
         groups, steps = key.shape[1], len(own) // 2
-        q = (query * scaling).view(num_rows, groups, -1, width)
+        q = (query * scaling).view(num_rows, groups, num_heads // groups, width)
         grad = grad.reshape(q.shape).to(q.dtype)
         centre = (grad.float() * out.float()).sum(-1)  # what softmax takes off every weight's gradient
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)

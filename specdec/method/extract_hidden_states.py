@@ -1,0 +1,83 @@
+"""Drafts nothing, and writes the target's hidden states of every request that finishes: vLLM's method of this name.
+
+Each request becomes a file of an artifact directory (`specdec.training.features`), readable by vLLM's `load_hidden_states` and
+by `train/eagle.py features.path=DIR`. Layer ids are vLLM's: id i enters layer i, id num_layers leaves the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.core import Context, Draft, Request, Silent, nearest
+from specdec.target import CausalLM
+from specdec.training import features
+from specdec.training.data import Sample
+from specdec.training.features import Features
+
+
+class ExtractHiddenStates(Silent):
+    """Settings as in vLLM, where `shared_storage_path` and `include_output_tokens` belong to the connector.
+
+    draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}; shared_storage_path: the directory;
+    include_output_tokens: write the answer too, but for its last token, which the target never processes.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        shared_storage_path: str,
+        draft_model_config: dict[str, Any],
+        num_speculative_tokens: int = 1,
+        include_output_tokens: bool = False,
+    ):
+        if num_speculative_tokens != 1:
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens}: this method takes 1, as in vLLM, and drafts nothing"
+            )
+        self.num_speculative_tokens = num_speculative_tokens
+        self.hidden_layers = _layer_ids(draft_model_config, target)
+        self.include_output_tokens = include_output_tokens
+        manifest = features.identity(target, self.hidden_layers)
+        self.writer = features.Writer(Path(shared_storage_path).expanduser(), manifest, shard_bytes=0)
+        self.request_R: dict[int, Request] = {}
+        self.hidden_R: dict[int, list[Tensor]] = {}
+
+    def begin(self, row: int, request: Request) -> None:
+        self.request_R[row], self.hidden_R[row] = request, []
+
+    def propose(self, context: Context) -> Draft:
+        assert context.hidden is not None
+        for row, hidden_nTD in zip(context.rows.tolist(), context.hidden, strict=True):
+            self.hidden_R[row].append(hidden_nTD)
+        nothing = context.last_token_B.new_zeros(len(context.rows), 0)
+        return Draft(nothing, torch.zeros(len(context.rows), dtype=torch.int64))
+
+    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]
+        if request.finish_reason is None:
+            return  # dropped in the middle
+        tokens, num_prompt = [*request.prompt_token_ids, *request.output_token_ids], len(request.prompt_token_ids)
+        length = len(tokens) - 1 if self.include_output_tokens else num_prompt
+        mask_n = np.arange(length) >= num_prompt
+        sample = Sample(request.id, np.array(tokens[:length], dtype=np.int64), mask_n)
+        self.writer.add(sample, Features(torch.cat(parts)[:length]))
+
+
+def _layer_ids(config: Any, target: CausalLM) -> tuple[int, ...]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    inner = config.get("hf_config") if isinstance(config, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get(key), list) or not inner[key]:
+        example = f'{{"hf_config": {{"{key}": [{target.num_layers}]}}}}'
+        raise ValueError(f"draft_model_config={config!r} names no layers; give {example}")
+    for other in {*config, *inner} - {"hf_config", key}:
+        raise ValueError(f"unknown draft_model_config key {other!r}; {nearest(other, ('hf_config', key))}")
+    for layer in inner[key]:
+        if type(layer) is not int or not 0 <= layer <= target.num_layers:
+            raise ValueError(f"{key}: layer {layer!r} is outside 0..{target.num_layers}, the layers of {target.name}")
+    return tuple(sorted(set(inner[key])))

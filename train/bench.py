@@ -1,0 +1,166 @@
+"""What a training step of EAGLE-3 costs: ours, and a direct one that keeps a dense mask and all logits in float32.
+
+    python train/bench.py                                              # S = 1024, K = 7, the shape of SmolLM2
+    python train/bench.py --length 2048 --vocab 152000 --width 256 --draft-vocab 0 --only ours     # memory, large vocabulary
+
+Times are of forward, backward and optimiser on the same features, one after the other in turn, in one process; peak memory is
+that of a process for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.chain import Init, Objective
+from specdec.method.eagle3 import Eagle3
+from specdec.target import CausalLM
+from specdec.training import data, features
+from specdec.training.data import Sample
+
+
+def target_of(args: argparse.Namespace) -> CausalLM:
+    """A random target of the shape asked for, with as many layers as EAGLE-3 needs."""
+    directory = Path(tempfile.mkdtemp())
+    heads = max(args.width // 64, 1)
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": args.vocab, "hidden_size": args.width,
+        "intermediate_size": args.width * 8 // 3, "num_hidden_layers": 6, "num_attention_heads": heads,
+        "num_key_value_heads": heads // 3 if heads % 3 == 0 else heads, "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "random.json").write_text("{}")
+    return CausalLM(directory, "bfloat16", "cpu")
+
+
+def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """A drafter, its optimiser and a batch."""
+    torch.manual_seed(0)
+    target = target_of(args)
+    rng = np.random.default_rng(0)
+    mask_n = np.arange(args.length) >= args.prompt
+    sample = Sample("0", rng.integers(0, args.vocab, args.length), mask_n)
+    ids = data.draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
+    drafter = Eagle3(target, Eagle3.fresh(target, {}, Init(), ids), 1)
+    batch = features.Online(target, drafter.hidden_layers)([sample])
+    drafter.for_training(Objective(ttt_steps=args.steps), Init(), batch.hidden(drafter.hidden_layers))
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-4)
+    return drafter, optimizer, batch
+
+
+def ours(drafter: Any, batch: Any) -> Tensor:
+    return drafter.loss(batch)[0]
+
+
+def direct(drafter: Any, batch: Any) -> Tensor:
+    """Every row at every step, one dense mask [S, S (k + 1)], logits of the whole target vocabulary, autograd for the rest."""
+    target, length = drafter.target, len(batch.token_N)
+    mask_S = torch.from_numpy(batch.mask_N)
+    logits_SV = target.logits_of(batch.hidden([target.num_layers])[:, 0]).clone().float()
+    p_SV = (logits_SV if drafter.vocab_ids is None else logits_SV[:, drafter.vocab_ids]).softmax(-1)
+    position = torch.arange(length)
+    hidden, keys, values = drafter.fuse(batch.hidden(drafter.hidden_layers)), [], []
+    causal = torch.full((length, length), float("-inf")).triu(1)
+    own = torch.full((length, length), float("-inf")).fill_diagonal_(0)
+    loss = torch.zeros(())
+    for k in range(drafter.objective.ttt_steps):
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k) -> Tensor:
+            keys.append(key)
+            values.append(value)
+            group = query.shape[1] // key.shape[1]
+            whole, content = (torch.cat(x).repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
+            scores = query.transpose(0, 1) @ whole.transpose(1, 2) * drafter.attention.width**-0.5
+            weight = (scores.float() + torch.cat([causal, *[own] * k], 1)).softmax(-1).to(content.dtype)
+            return (weight @ content).transpose(0, 1)
+
+        state, hidden = drafter.step(drafter.embed(batch.token_N.roll(-1 - k)), hidden, position + k, attend)
+        log_q = drafter.draft_logits(state).float().log_softmax(-1)
+        wanted, counts = p_SV.roll(-1 - k, 0), mask_S.roll(-2 - k).float()
+        counts[length - 2 - k :] = 0
+        loss = loss + drafter.objective.ttt_step_loss_decay**k * (-(wanted * log_q).sum(-1) * counts).sum()
+    return loss
+
+
+def step(way: Any, drafter: Any, optimizer: Any, batch: Any, precision: bool) -> float:
+    began = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision):
+        loss = way(drafter, batch)
+    (loss / batch.mask_N.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.isfinite(loss)
+    return time.perf_counter() - began
+
+
+def memory(key: str) -> int:
+    """KiB that Linux says of this process: VmRSS now, VmHWM at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
+def peak(way: str) -> tuple[float, float]:
+    """GiB that two steps take over what the process had before, and that the process has at its peak; in one of its own."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--measure", way]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    over, whole = done.stdout.split()[-2:]
+    return float(over), float(whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=1024, help="tokens of the sample (S)")
+    parser.add_argument("--prompt", type=int, default=64, help="of which so many are not supervised")
+    parser.add_argument("--steps", type=int, default=7, help="unrolled steps (K)")
+    parser.add_argument("--vocab", type=int, default=49152)
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="0: the whole vocabulary")
+    parser.add_argument("--width", type=int, default=576)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--float32", action="store_true", help="no bfloat16 autocast")
+    parser.add_argument("--only", choices=["ours", "direct"])
+    parser.add_argument("--measure", choices=["ours", "direct"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    ways = {"ours": ours, "direct": direct}
+    drafter, optimizer, batch = ready(args)
+    if args.measure:
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading the model
+        for _ in range(2):
+            step(ways[args.measure], drafter, optimizer, batch, not args.float32)
+        print((memory("VmHWM") - before) / 2**20, memory("VmHWM") / 2**20)
+        return
+    chosen = [args.only] if args.only else list(ways)
+    times: dict[str, list[float]] = {name: [] for name in chosen}
+    for _ in range(args.repeats + 1):
+        for name in chosen:
+            times[name].append(step(ways[name], drafter, optimizer, batch, not args.float32))
+    supervised = int(batch.mask_N.sum())
+    print(
+        f"S={args.length}, K={args.steps}, V={args.vocab}, draft V={args.draft_vocab or args.vocab}, width {args.width}, "
+        f"{args.threads} thread(s), {'float32' if args.float32 else 'bfloat16 autocast'}"
+    )
+    for name in chosen:
+        rate = supervised / np.median(times[name][1:])
+        over, whole = peak(name)
+        print(
+            f"{name:>7}: {rate:8.0f} supervised tokens/s, peak memory of a step {over:.2f} GiB, of the process {whole:.2f} GiB"
+        )
+    if len(chosen) == 2:
+        print(f"  ratio: {np.median(np.array(times['direct'][1:]) / np.array(times['ours'][1:])):.2f} x faster")
+
+
+if __name__ == "__main__":
+    main()
