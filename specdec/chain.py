@@ -65,7 +65,7 @@ class Init(Checked):
 
     lm_head: the target's rows, or random; train_lm_head: false keeps them; scale_features: target states are divided by their
     root mean square per dimension while training, since a few dimensions are hundreds of times larger than the rest; this is
-    folded into `fc` when the drafter is saved.
+    folded into `fc` when the drafter is saved. Where a norm comes first it does nothing.
     """
 
     what: ClassVar[str] = "train.init key"
@@ -304,7 +304,6 @@ class ChainDrafter(nn.Module):
     def propose(self, context: Context) -> Draft:
         """Greedy: argmax drafts. Probabilistic: drawn by inverse CDF from softmax(logits / T), q_BKV recorded."""
         rows, length_B, device = context.rows, context.length_B, context.last_token_B.device
-        assert context.hidden is not None
         # pair i stands at position i; the last of K drafts needs pair length + K - 3
         room_B = np.clip(self.max_model_len + 2 - length_B, 0, None)
         draft_B = np.minimum(context.max_draft_B, room_B)
@@ -312,6 +311,7 @@ class ChainDrafter(nn.Module):
         if num_draft == 0:
             return Draft(context.last_token_B.new_zeros(len(rows), 0), torch.zeros(len(rows), dtype=torch.int64))
 
+        assert context.hidden is not None
         # catch up: a pair for every token committed since the last call; a row's prompt, all but its last pair, on its own
         start_B, count_B, hidden = length_B - 1, np.zeros(len(rows), dtype=np.int64), []
         tokens: list[Tensor] = []

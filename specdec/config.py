@@ -184,7 +184,7 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     if isinstance(default, DictConfig) and not isinstance(value, dict | DictConfig):
         raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default))!s}: ...}}")
     if key in _NULLABLE:
-        default = 0 if value is not None else None
+        default = None if value is None else 0.0 if key == "train.num_epochs" else 0
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
     wanted = kinds.get(type(default))
     if wanted is None or (isinstance(value, str) and value.startswith("${")):

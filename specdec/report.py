@@ -149,8 +149,9 @@ def plot_training(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
     axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     other = axis.twinx()
     line(other, "grad_norm", "gradient norm", color="C1", linewidth=0.8)
-    other.set_yscale("log")
-    other.legend(fontsize=8, loc="upper right")
+    if other.lines:
+        other.set_yscale("log")
+        other.legend(fontsize=8, loc="upper right")
     for axis in axes.flat:
         axis.set_xlabel("optimiser step")
         if axis.lines:

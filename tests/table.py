@@ -97,7 +97,9 @@ class TableLM(CausalLM):
 
     @property
     def tokenizer(self) -> Any:
-        raise ValueError("a table has no tokenizer")
+        if self._tokenizer is None:
+            raise ValueError("a table has no tokenizer")
+        return self._tokenizer
 
     @property
     def embedding(self) -> torch.nn.Module:
@@ -270,7 +272,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "eagle": {f"{how}-eagle": _K | {"model": "fresh", "draft_sample_method": how} for how in ("greedy", "probabilistic")},
     "extract_hidden_states": {
         "extract": {
-            "shared_storage_path": tempfile.mkdtemp(),
+            "shared_storage_path": "fresh",
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
         }
     },
@@ -313,6 +315,8 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
     """A method of `methods`. drafters: the models called "noisy" and "negated", if the target is no table."""
     name, settings = case
     model = settings.get("model")
+    if settings.get("shared_storage_path") == "fresh":
+        settings = settings | {"shared_storage_path": tempfile.mkdtemp()}
     if str(model).startswith("fresh"):
         ids = np.array([0, 2]) if model == "fresh-reduced" else None
         drafter: Any = method.find(name)

@@ -294,9 +294,9 @@ class Watching(Silent):
     """Passes another proposer's drafts on, and holds every context against what is known otherwise."""
 
     def __init__(self, inner: Proposer, target: TableLM, hidden_layers: tuple[int, ...] = ()) -> None:
-        self.inner, self.target, self.hidden_layers = inner, target, hidden_layers
+        self.inner, self.target, self.hidden_layers = inner, target, inner.hidden_layers or hidden_layers
         self.num_speculative_tokens = inner.num_speculative_tokens
-        self.needs_logits, self.needs_noise = bool(hidden_layers), inner.needs_noise
+        self.needs_logits, self.needs_noise = bool(self.hidden_layers), inner.needs_noise
         self.running: dict[int, Request] = {}  # by row
         self.hidden: dict[str, list[torch.Tensor]] = {}  # by request, all states that were handed over
         # by request, for each step: committed tokens, the draft, its budget
@@ -309,10 +309,10 @@ class Watching(Silent):
         self.hidden[request.id], self.steps[request.id] = [], []
         self.inner.begin(row, request)
 
-    def end(self, row: int) -> None:
+    def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         del self.running[row]
         self.num_ended += 1
-        self.inner.end(row)
+        self.inner.end(row, hidden)
 
     def more_bytes(self, rows: int, slots: int) -> int:
         return self.inner.more_bytes(rows, slots)

@@ -227,6 +227,19 @@ def test_an_epoch_sees_every_sample_once(tmp_path: Path) -> None:
         assert sorted(ids) == sorted(SAMPLES[i].id for i in data.picks(step, len(SAMPLES), 7, 0))
 
 
+def test_noise_is_another_in_every_step_and_run(tmp_path: Path) -> None:
+    """All samples in every step, and nothing learnt between them: the loss moves by the noise alone."""
+    how: dict[str, Any] = {"max_steps": 2, "global_batch_size": len(SAMPLES), "micro_batch_size": 14, "lr": 1e-12}
+    losses: dict[tuple[float, int], list[float]] = {}
+    for noise, seed in ((0.0, 0), (0.2, 0), (0.2, 1)):
+        out_dir, drafter = tmp_path / f"{noise}-{seed}", learner("eagle", feature_noise=noise)
+        done = train(out_dir, "eagle", drafter=drafter, more={"seed": seed}, **how)
+        losses[noise, seed] = [row["loss"] for row in done.rows]
+    assert losses[0.0, 0][0] == pytest.approx(losses[0.0, 0][1], rel=1e-5)
+    noisy = [*losses[0.2, 0], *losses[0.2, 1]]
+    assert min(abs(a - b) for i, a in enumerate(noisy) for b in noisy[:i]) > 1e-5 * noisy[0], noisy
+
+
 def by_formula(step: int, kind: str, warmup: int, total: int, lr: float, floor: float) -> float:
     if step < warmup:
         return lr * (step + 1) / warmup
@@ -869,6 +882,61 @@ def test_mistakes_are_one_line(arguments: list[str], cli: Cli, tmp_path: Path) -
         assert contents(tmp_path) == before, case
 
 
+def test_mistakes_are_found_before_a_directory_is_taken(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """Also those in what is only used later: decoding while training, the order of the samples."""
+    cases: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+        (("eval.max_tokens=0",), ("max_tokens=0",)),
+        (("eval.max_batch_size=0",), ("max_batch_size=0",)),
+        (("eval.num_prompts=-1",), ("num_prompts=-1",)),
+        (("method.draft_sample_method=greed",), ("draft_sample_method", "greed")),
+        (("method.max_model_len=1",), ("max_model_len=1",)),
+        (("data.held_out=-1",), ("held_out=-1",)),
+        (("seed=-1",), ("seed=-1",)),
+    ]
+    wrong = []
+    for number, (case, words) in enumerate(cases):
+        out_dir = tmp_path / str(number)
+        done = cli(*arguments, *EAGLE3, "train.max_steps=4", *case, f"out_dir={out_dir}")
+        if done.code != 1 or not all(word in done.err for word in words) or out_dir.exists():
+            wrong.append(f"{case[0]}: code {done.code}, {'a' if out_dir.exists() else 'no'} directory, {done.err[-80:]!r}")
+    assert not wrong, "; ".join(wrong)
+
+
+def test_keys_that_hold_a_mapping(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """Written as the message about them says."""
+    few = (*arguments, "train.max_steps=1", *EAGLE3)
+    given = ("train.drafter.geometry={intermediate_size: 96}", "data.template_kwargs={enable_thinking: false}")
+    done = cli(*few, *given, f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    assert native.load(tmp_path / "run").config["geometry"]["intermediate_size"] == 96
+    for value, words in (
+        ("{num_attention_heads: 3}", ("num_attention_heads=3", "num_key_value_heads=2")),
+        ("{intermediate_sise: 96}", ("intermediate_sise", "'intermediate_size'")),
+    ):
+        error = cli(*few, f"train.drafter.geometry={value}", f"out_dir={tmp_path / 'other'}").error
+        assert all(word in error for word in words), error
+        assert not (tmp_path / "other").exists()
+
+
+def test_part_of_an_epoch(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """20 samples for training, 4 at a time."""
+    out_dir = tmp_path / "run"
+    done = cli(*arguments, *EAGLE3, "train.max_steps=null", "train.num_epochs=0.6", f"out_dir={out_dir}")
+    assert done.code == 0, done.err
+    (*_, row) = rows_of(out_dir / "metrics.jsonl")
+    assert (row["step"], row["epoch"]) == (3, 0.6)
+
+
+def test_without_held_out_samples(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """Nothing is measured, there is no best, and the last checkpoint is the one to decode with."""
+    out_dir = tmp_path / "run"
+    done = cli(*arguments, *EAGLE3, "train.max_steps=4", "data.held_out=0", f"out_dir={out_dir}")
+    assert done.code == 0, done.err
+    assert not (out_dir / "best").is_symlink()
+    assert native.find(out_dir) == out_dir / "last"
+    assert not any("val_loss" in row or "mean_acceptance_length" in row for row in rows_of(out_dir / "metrics.jsonl"))
+
+
 def test_a_mistake_is_an_exit_code(arguments: list[str], tmp_path: Path) -> None:
     """As a process of its own."""
     command = [sys.executable, str(TRAIN / "eagle.py"), *arguments, "train.lrr=1"]
@@ -920,6 +988,15 @@ def test_a_finished_script_is_resumed_further(trained: Fitted, arguments: list[s
     assert done.code == 0, done.err
     assert "20 steps" in done.err
     assert [row["step"] for row in rows_of(out_dir / "metrics.jsonl")] == list(range(1, 23))
+
+
+def test_resumed_without_a_row(trained: Fitted, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """As if killed between the last checkpoint and the first row of metrics, which come at the same step in a short run."""
+    out_dir = tmp_path / "copy"
+    shutil.copytree(trained[0], out_dir, symlinks=True)
+    (out_dir / "metrics.jsonl").write_text("")
+    done = cli(*arguments, *EAGLE3, f"out_dir={out_dir}", "resume=true")
+    assert done.code == 0, done.err
 
 
 def test_a_warm_start(trained: Fitted, trained_eagle: Path, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
@@ -1038,12 +1115,19 @@ for number, (stop, *arguments) in enumerate(json.loads(sys.argv[2])):
 
 def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """Loss, gradient norm and weights of DDP and FSDP are those of one process at the same global batch; a run that two
-    processes began can be ended by one; a batch that does not divide is refused."""
+    processes began can be ended by one, or by two with other sharding; a batch that does not divide is refused."""
     (tmp_path / "worker.py").write_text(WORKER)
-    names = ("ddp", "fsdp", "stopped", "refused")
-    ddp, fsdp, stopped, refused = ([*arguments, *EAGLE3, f"out_dir={tmp_path / name}"] for name in names)
+    names = ("ddp", "fsdp", "stopped", "crossed", "refused")
+    ddp, fsdp, stopped, crossed, refused = ([*arguments, *EAGLE3, f"out_dir={tmp_path / name}"] for name in names)
     fsdp += ["train.sharding=fsdp"]
-    jobs = [["", *ddp], ["", *fsdp], ["stop", *stopped, "train.sharding=fsdp"], ["", *refused, "train.global_batch_size=3"]]
+    jobs = [
+        ["", *ddp],
+        ["", *fsdp],
+        ["stop", *stopped, "train.sharding=fsdp"],
+        ["stop", *crossed],
+        ["", *crossed, "resume=true", "train.sharding=fsdp"],
+        ["", *refused, "train.global_batch_size=3"],
+    ]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
         str(TRAIN / "eagle.py"), json.dumps(jobs),
@@ -1053,13 +1137,13 @@ def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, 
     done = ended(subprocess.Popen(command, cwd=tmp_path, env=env, **pipes))
     assert done.code == 0, done.err
     rows = rows_of(trained[0] / "metrics.jsonl")
-    for name in ("ddp", "fsdp"):
+    for name in ("ddp", "fsdp", "crossed"):
         same_rows(rows_of(tmp_path / name / "metrics.jsonl"), rows)
         same(state_of(tmp_path / name / "last"), state_of(trained[0] / "last"))
         assert steps_in(tmp_path / name) == steps_in(trained[0])
-    assert done.out.count("best: step") == 3, "one process speaks"
+    assert done.out.count("best: step") == 5, "one process speaks"
 
-    assert "stopped after step 10 of 20" in done.out
+    assert done.out.count("stopped after step 10 of 20") == 2
     assert steps_in(tmp_path / "stopped")[-1] == 10
     rest = cli(*stopped, "resume=true")
     assert rest.code == 0, rest.err

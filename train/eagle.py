@@ -41,6 +41,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec import method, rejection, report, track
     from specdec.chain import Init
     from specdec.checkpoint.native import Checkpoint
+    from specdec.core import SamplingParams
     from specdec.target import CausalLM, choose_device
     from specdec.training import data, features, loop
 
@@ -52,16 +53,26 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"method={name} has nothing to train; use {' or '.join(trained)}")
     recipe.pop("name")
     architecture, init, objective = recipe.pop("drafter"), Init(**recipe.pop("init")), recipe.pop("objective")
+    architecture["geometry"] = architecture["geometry"] or {}
     objective = drafter_class.objective_type(**objective)
     settings = loop.Settings(**recipe)
+    SamplingParams(max_tokens=cfg["eval"]["max_tokens"])
+    at_least("seed", cfg["seed"], 0)
+    at_least("data.held_out", cfg["data"]["held_out"], 0)
+    at_least("eval.num_prompts", cfg["eval"]["num_prompts"], 0)
+    at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
+    at_least("num_threads", cfg["num_threads"] or (1 if cfg["num_threads"] is None else 0), 1)
     out_dir = Path(cfg["out_dir"])
     track.refuse_taken(out_dir, cfg["resume"])
-    if cfg["num_threads"] is not None and cfg["num_threads"] < 1:
-        raise ValueError(f"num_threads={cfg['num_threads']}: at least 1 is needed; null means 1")
     torch.set_num_threads(cfg["num_threads"] or 1)
 
     device = choose_device(model["device"])
     processes = PartialState(cpu=device.type == "cpu")
+    if settings.global_batch_size % processes.num_processes:
+        raise ValueError(
+            f"train.global_batch_size={settings.global_batch_size} does not divide into {processes.num_processes} processes; "
+            f"give a multiple of {processes.num_processes}"
+        )
     if processes.num_processes > 1 and device.type == "cuda":
         device = processes.device
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
@@ -69,7 +80,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     given = cfg["data"]
     loaded = data.load(
         given["path"] or data.DEMO, target.tokenizer, target.vocab_size, given["max_length"], given["limit"], given["split"],
-        **given["template_kwargs"],
+        **(given["template_kwargs"] or {}),
     )  # fmt: skip
     if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
         report.show(
@@ -83,7 +94,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     samples, held_out = data.held_out(loaded.samples, given["held_out"])
 
     checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples)
-    drafter = drafter_class(target, checkpoint, cfg["method"]["num_speculative_tokens"])
+    asked = {key: value for key, value in cfg["method"].items() if key not in ("name", "model", "revision")}
+    drafter = drafter_class(target, checkpoint, **asked)
     source: Any
     if cfg["features"]["path"]:
         source = features.Artifacts(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
@@ -116,7 +128,6 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     def evaluate(trained: Checkpoint) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
-        asked = {key: value for key, value in cfg["method"].items() if key not in ("name", "model", "revision")}
         proposer = method.build(name, target, model=trained, **asked)
         return loop.acceptance(
             target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
@@ -137,7 +148,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
     if metrics is None:
         return result
-    summary = identity | result | {"environment": track.environment(), "last_metrics": metrics.rows.rows[-1]}
+    last = metrics.rows.rows[-1] if metrics.rows.rows else None
+    summary = identity | result | {"environment": track.environment(), "last_metrics": last}
     track.write_json(out_dir / "summary.json", summary)
     plot = report.plot_training(metrics.rows.rows, f"{name} for {target.name}, {given['name']} data", out_dir / "train.png")
     where = metrics.close(result, [plot])
@@ -152,6 +164,11 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         report.show(f"wandb: {where}")
     report.show(f"written to {out_dir}; decode with it: python eval/run.py method={name} checkpoint={out_dir}")
     return result
+
+
+def at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{key}={value}: at least {least} is needed")
 
 
 def new_drafter(drafter_class: Any, target: Any, cfg: dict[str, Any], architecture: Any, init: Any, samples: Any) -> Any:

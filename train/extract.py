@@ -34,7 +34,7 @@ def run(cfg: dict[str, Any]) -> None:
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
     loaded = data.load(
         given["path"] or data.DEMO, target.tokenizer, target.vocab_size, given["max_length"], given["limit"], given["split"],
-        **given["template_kwargs"],
+        **(given["template_kwargs"] or {}),
     )  # fmt: skip
     if loaded.skipped:
         report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")

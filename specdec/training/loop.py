@@ -123,75 +123,76 @@ def fit(
     checkpoint. Returns where the best and the last checkpoint are, and how training ended. Raises ValueError, one line, if
     losses are not finite again and again.
     """
-    run = _Run(drafter, settings, out_dir, seed, len(samples), provenance or {})
-    if resume:
-        run.load()
-        advance(run.step)
-    window = _Window()
-    nonfinite: list[list[str]] = []
-    while run.step < run.num_steps and not run.stopped():
-        began = time.perf_counter()
-        picked = [samples[i] for i in data.picks(run.step, len(samples), settings.global_batch_size, seed)]
-        supervised = sum(int(sample.mask_n[2:].sum()) for sample in picked)
-        micro_batches = run.share(picked)
-        for place, micro in enumerate(micro_batches):
-            ready = time.perf_counter()
-            batch = source(micro)
-            if settings.loss_normalization == "samples":
-                own = np.array([max(int(sample.mask_n[2:].sum()), 1) for sample in micro])
-                batch.weight_B = supervised / len(picked) / own
-            computed = time.perf_counter()
-            window.features_s += computed - ready
-            with run.accumulate(last=place == len(micro_batches) - 1), run.autocast():
-                loss, sums = run.model(batch, run.step / run.num_steps, f"{seed} {run.step}")
-            # gradients are averaged over processes, and the loss is a sum over all of them
-            run.accelerator.backward(loss * (run.world / max(supervised, 1)))
-            window.add(loss.detach(), sums)
-            window.model_s += time.perf_counter() - computed
-        updating = time.perf_counter()
-        lr = settings.lr_at(run.step, run.num_steps)
-        grad_norm = run.update(lr)
-        window.model_s += time.perf_counter() - updating
-        if grad_norm is None:
-            nonfinite.append([sample.id for sample in picked])
-            if len(nonfinite) >= settings.max_nonfinite:
-                raise ValueError(
-                    f"the loss or its gradient was not finite in {len(nonfinite)} steps in a row, up to step {run.step + 1}; "
-                    f"samples of the last: {', '.join(nonfinite[-1][:8])}; lower train.lr, or look at these samples"
-                )
-            run.num_skipped += 1
-            window.skip()
-        else:
-            nonfinite = []
-            window.keep(supervised)
-        run.step += 1
-        window.total_s += time.perf_counter() - began
-        advance(1)
+    with contextlib.closing(_Run(drafter, settings, out_dir, seed, len(samples), provenance or {})) as run:
+        if resume:
+            run.load()
+            advance(run.step)
+        window = _Window()
+        nonfinite: list[list[str]] = []
+        stopping = run.stopped()
+        while run.step < run.num_steps and not stopping:
+            began = time.perf_counter()
+            picked = [samples[i] for i in data.picks(run.step, len(samples), settings.global_batch_size, seed)]
+            supervised = sum(int(sample.mask_n[2:].sum()) for sample in picked)
+            micro_batches = run.share(picked)
+            for place, micro in enumerate(micro_batches):
+                ready = time.perf_counter()
+                batch = source(micro)
+                if settings.loss_normalization == "samples":
+                    own = np.array([max(int(sample.mask_n[2:].sum()), 1) for sample in micro])
+                    batch.weight_B = supervised / len(picked) / own
+                computed = time.perf_counter()
+                window.features_s += computed - ready
+                with run.accumulate(last=place == len(micro_batches) - 1), run.autocast():
+                    loss, sums = run.model(batch, run.step / run.num_steps, f"{seed} {run.step}")
+                # gradients are averaged over processes, and the loss is a sum over all of them
+                run.accelerator.backward(loss * (run.world / max(supervised, 1)))
+                window.add(loss.detach(), sums)
+                window.model_s += time.perf_counter() - computed
+            updating = time.perf_counter()
+            lr = settings.lr_at(run.step, run.num_steps)
+            grad_norm = run.update(lr)
+            window.model_s += time.perf_counter() - updating
+            if grad_norm is None:
+                nonfinite.append([sample.id for sample in picked])
+                if len(nonfinite) >= settings.max_nonfinite:
+                    raise ValueError(
+                        f"the loss or its gradient was not finite in {len(nonfinite)} steps in a row, up to step "
+                        f"{run.step + 1}; samples of the last: {', '.join(nonfinite[-1][:8])}; lower train.lr, or look at these"
+                    )
+                run.num_skipped += 1
+                window.skip()
+            else:
+                nonfinite = []
+                window.keep(supervised)
+            run.step += 1
+            window.total_s += time.perf_counter() - began
+            advance(1)
 
-        last = run.step == run.num_steps or run.stopped()
-        due = [last or run.step % every == 0 for every in (settings.log_every, settings.eval_every, settings.save_every)]
-        if any(due):
-            epoch = run.step * settings.global_batch_size / len(samples)
-            row = {
-                "step": run.step,
-                "epoch": round(epoch, 4),
-                "lr": lr,
-                "grad_norm": grad_norm,
-                "skipped_steps": run.num_skipped,
-            }
-            row |= window.row(run)
-            window = _Window()
-            if due[1] or due[2]:
-                checkpoint = run.save()
-                if due[1] and not run.stopped():
-                    row |= run.validate(source, held_out)
-                    if evaluate is not None and run.accelerator.is_main_process:
-                        row |= run.judge(evaluate(checkpoint))
-                    run.accelerator.wait_for_everyone()
-                run.prune()
-            if run.accelerator.is_main_process:
-                log(row)
-    run.close()
+            stopping = run.stopped()
+            last = run.step == run.num_steps or stopping
+            due = [last or run.step % every == 0 for every in (settings.log_every, settings.eval_every, settings.save_every)]
+            if any(due):
+                epoch = run.step * settings.global_batch_size / len(samples)
+                row = {
+                    "step": run.step,
+                    "epoch": round(epoch, 4),
+                    "lr": lr,
+                    "grad_norm": grad_norm,
+                    "skipped_steps": run.num_skipped,
+                }
+                row |= window.row(run)
+                window = _Window()
+                if due[1] or due[2]:
+                    checkpoint = run.save()
+                    if due[1] and not stopping:
+                        row |= run.validate(source, held_out)
+                        if evaluate is not None and run.accelerator.is_main_process:
+                            row |= run.judge(evaluate(checkpoint))
+                        run.accelerator.wait_for_everyone()
+                    run.prune()
+                if run.accelerator.is_main_process:
+                    log(row)
     return {
         "step": run.step,
         "num_steps": run.num_steps,
@@ -439,6 +440,8 @@ class _Run:
                 "from here on the learning rate is that of the new length",
                 file=sys.stderr,
             )
+        if self.best and self.accelerator.is_main_process:
+            _link(self.out_dir / "best", self.directory(self.best["step"]))
         own = self.drafter.state_dict()
         with torch.no_grad():
             for key, value in own.items():
@@ -458,12 +461,12 @@ class _Run:
         value = found["mean_acceptance_length"]
         if self.best is None or value > self.best["mean_acceptance_length"]:
             self.best = {"step": self.step, "mean_acceptance_length": value}
-            _link(self.out_dir / "best", self.directory(self.step))
             state = self.directory(self.step) / "training" / "state.json"
             told = json.loads(state.read_text()) | {"best": self.best}
             temporary = state.with_suffix(".tmp")
             temporary.write_text(json.dumps(told) + "\n")
             temporary.replace(state)
+            _link(self.out_dir / "best", self.directory(self.step))
         return found
 
     def prune(self) -> None:
@@ -476,7 +479,7 @@ class _Run:
             if int(path.name.removeprefix("step-")) not in kept:
                 gone = path.rename(path.with_name(f".{path.name}.old"))
                 shutil.rmtree(gone, ignore_errors=True)
-        for rest in self.out_dir.glob("checkpoints/.step-*.old"):
+        for rest in self.out_dir.glob("checkpoints/.step-*"):
             shutil.rmtree(rest, ignore_errors=True)
 
     def _card(self) -> str:
