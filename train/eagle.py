@@ -12,6 +12,7 @@ Writes out_dir/metrics.jsonl, checkpoints/, best and last (links), config.yaml, 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ FREE = (
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    # every batch has shapes of its own, and oneDNN would keep the kernels of 1,024 of them: gigabytes that are never used again
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     import numpy as np
     import torch
     from accelerate import PartialState

@@ -9,6 +9,7 @@ Killed at any moment it goes on with resume=true; a file that is cut short or al
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdec import config
 
 
 def run(cfg: dict[str, Any]) -> None:
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
     import torch
 
     from specdec import report, track
