@@ -2,21 +2,28 @@
 
     python eval/prove.py
     python eval/prove.py --prompts 40 --max-tokens 128 --model tiny-gemma3
+    python eval/prove.py --methods eagle3 --checkpoint outputs/eagle3_demo-llama-demo
 
 At temperature 0 the tokens must be those of Hugging Face `generate`; at 0.8, under rejection `match`, those of plain sampling
-with the same seeds. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
+with the same seeds. A method that needs a drafter takes the checkpoint that is given for it, or one with random weights, whose
+drafts are hardly ever right. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec import config, hub, report, tasks
+from specdec import config, hub, method, report, tasks
+from specdec.chain import ChainDrafter, Init
+from specdec.checkpoint import native
 from specdec.core import Request, SamplingParams
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
@@ -30,16 +37,21 @@ def main() -> None:
     parser.add_argument("--model", default=hub.DEFAULT, help="directory, hub id or embedded name")
     parser.add_argument("--prompts", type=int, default=24, help="conversations of the demo task, from its categories in turn")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--methods", nargs="*", help="only these")
+    parser.add_argument("--checkpoint", nargs="*", default=[], help="trained drafters")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     try:
-        sys.exit(prove(arguments.model, arguments.prompts, arguments.max_tokens))
+        sys.exit(prove(arguments.model, arguments.prompts, arguments.max_tokens, arguments.methods, arguments.checkpoint))
     except ValueError as error:
         config.fail(error)
 
 
-def prove(model: str, count: int, max_tokens: int) -> int:
+def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str]) -> int:
     """Number of combinations that failed (0 is a proof)."""
+    for name in methods or ():
+        method.find(name)
+    drafters = {native.load(path).method: path for path in checkpoints}
     target = CausalLM(model, "float32", "cpu")
     prompts = conversations(target, count, max_tokens)
     theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
@@ -58,10 +70,10 @@ def prove(model: str, count: int, max_tokens: int) -> int:
     failures = 0
     print(f"{len(prompts)} prompts, {max_tokens} new tokens, {model}, float32, cpu, one thread")
     for path in sorted((config.CONF / "method").glob("*.yaml")):
+        if methods and path.stem not in methods:
+            continue
         settings = {key: value for key, value in config.read(path).items() if value is not None}
-        settings["method"] = settings.pop("name")
-        if "model" in settings and settings["method"] == "draft_model":
-            settings["model"] = str(target.path)
+        settings |= needed(settings.pop("name"), target, drafters)
         for batch_size in BATCH_SIZES:
             for what, reference, params, more in (
                 ("T=0    equals HF generate   ", greedy, SamplingParams(temperature=0, max_tokens=max_tokens), {}),
@@ -74,9 +86,24 @@ def prove(model: str, count: int, max_tokens: int) -> int:
                 verdict = "ok  " if same == len(prompts) else "FAIL"
                 seconds = time.perf_counter() - began
                 print(
-                    f"{verdict} {path.stem:13} batch {batch_size}  {what}  {same}/{len(prompts)}  {seconds:6.1f} s", flush=True
+                    f"{verdict} {path.stem:21} batch {batch_size}  {what}  {same}/{len(prompts)}  {seconds:6.1f} s", flush=True
                 )
     return failures
+
+
+def needed(name: str, target: CausalLM, drafters: dict[str, str]) -> dict[str, Any]:
+    """What a method's YAML leaves to the user."""
+    directory, drafter = tempfile.mkdtemp(), method.find(name)
+    if name == "draft_model":
+        return {"method": name, "model": str(target.path)}
+    if name == "extract_hidden_states":
+        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [target.num_layers]}}
+        return {"method": name, "draft_model_config": layers, "shared_storage_path": directory}
+    if not issubclass(drafter, ChainDrafter):
+        return {"method": name}
+    if name not in drafters:
+        native.save(Path(directory), drafter.fresh(target, {}, Init()), {}, "")
+    return {"method": name, "model": drafters.get(name, directory)}
 
 
 def conversations(target: CausalLM, count: int, max_tokens: int) -> list[list[int]]:

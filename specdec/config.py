@@ -15,7 +15,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
@@ -116,7 +116,10 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
         # a sweep over groups may give keys to some of its jobs only
         for first in range(max([len(_choices(override)) for override in groups], default=1)):
             picked = [f"{o.key_or_group}={_choices(o)[min(first, len(_choices(o)) - 1)]}" for o in groups]
-            composed = compose(config_name, picked)
+            try:
+                composed = compose(config_name, picked)
+            except MissingConfigException:
+                raise ValueError(_no_recipe(picked)) from None
             known |= _keys(composed)
             defaults |= {key: OmegaConf.select(composed, key, throw_on_missing=False) for key in known}
     for override in overrides:
@@ -132,6 +135,13 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
             if not override.is_sweep_override():
                 _check_type(key, inner, defaults.get(key))
     return composed
+
+
+def _no_recipe(picked: list[str]) -> str:
+    """A choice leads to a file that is not there: the recipe of a method that has nothing to train."""
+    chosen = dict(pick.split("=", 1) for pick in picked)
+    trained = sorted(path.stem.removesuffix("_demo") for path in (CONF / "train").glob("*_demo.yaml"))
+    return f"method={chosen.get('method')} has nothing to train; use {' or '.join(trained)}"
 
 
 def _sweep_directory(composed: DictConfig, arguments: list[str]) -> list[str]:
