@@ -139,9 +139,7 @@ class Attention(nn.Module):
             self.q_norm = LlamaRMSNorm(self.width, config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.width, config.rms_norm_eps)
 
-    def forward(
-        self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attend: Attend, rows: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """rows: the tokens whose output is wanted; keys and values are made of all."""
         wanted = x_ND if rows is None else x_ND[rows]
         query = self.q_proj(wanted).unflatten(-1, (-1, self.width))
@@ -423,9 +421,8 @@ class ChainDrafter(nn.Module):
         values: list[Tensor] = []
         states = []
         hidden = self.noised(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
-        embedding = self.embed(
-            token_N.roll(-1)
-        )  # the last row of a document sees the next one's first token, and nobody sees it
+        # the last row of a document gets the first token of the next one; nobody looks at that row
+        embedding = self.embed(token_N.roll(-1))
         position, rows = position_N, self._index(plan.steps[0].rows)
         for k, step in enumerate(plan.steps):
             if k:
