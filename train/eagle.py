@@ -126,6 +126,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if processes.is_main_process:
         track.claim(out_dir, cfg["resume"], identity)
         config.save(cfg, out_dir / "config.yaml")
+        if loaded.skipped:
+            track.write_json(out_dir / "left_out.json", loaded.listed)
     processes.wait_for_everyone()
     prompts = loop.prompts_of(held_out, cfg["eval"]["num_prompts"])
 

@@ -151,21 +151,21 @@ def _is_special(tokenizer: Any, token: int) -> bool:
 
 @dataclass
 class Loaded:
-    """What a source held. skipped: how many rows were left out, by reason; listed: where the first of each kind were."""
+    """What a source held. skipped: how many rows were left out, by reason; listed: where they were."""
 
     samples: list[Sample] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    listed: dict[str, str] = field(default_factory=dict)
+    listed: dict[str, list[str]] = field(default_factory=dict)
     header: dict[str, Any] | None = None
 
     def skip(self, where: str, reason: str) -> None:
         self.skipped[reason] += 1
-        self.listed.setdefault(reason, where)
+        self.listed.setdefault(reason, []).append(where)
 
     @property
     def said(self) -> str:
         """The rows that were left out, in a line; empty if there are none."""
-        kinds = [f"{count} {reason} (first: {self.listed[reason]})" for reason, count in self.skipped.most_common()]
+        kinds = [f"{count} {reason} (first: {self.listed[reason][0]})" for reason, count in self.skipped.most_common()]
         return "; ".join(kinds)
 
 
