@@ -451,7 +451,7 @@ def test_a_malformed_row_is_skipped_counted_and_listed(chatml: Any, tmp_path: Pa
     ((said, count),) = loaded.skipped.items()
     assert reason in said
     assert count == 2
-    assert loaded.listed == {said: ["line 2"]}
+    assert loaded.listed == {said: ["line 2", "line 5"]}
     assert loaded.said == f"2 {said} (first: line 2)"
     with pytest.raises(ValueError, match="no row can be trained on") as error:
         load(write(tmp_path / "b.jsonl", [bad]), chatml, VOCAB)
