@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -74,6 +74,12 @@ class Init(Checked):
     train_lm_head: bool = True
     scale_features: bool = True
 
+    @model_validator(mode="after")
+    def _not_frozen_noise(self) -> Init:
+        if self.lm_head == "random" and not self.train_lm_head:
+            raise ValueError("train.init.lm_head=random and train_lm_head=false keep a random output layer; change one")
+        return self
+
 
 class Geometry(Checked):
     """The shape of a Llama-like layer; what is not given is the target's."""
@@ -84,8 +90,8 @@ class Geometry(Checked):
     num_attention_heads: int | None = Field(None, ge=1)
     num_key_value_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=2)
-    rms_norm_eps: float | None = None
-    max_position_embeddings: int | None = None
+    rms_norm_eps: float | None = Field(None, gt=0)
+    max_position_embeddings: int | None = Field(None, ge=1)
     rope_parameters: dict[str, Any] | None = None
 
     def of(self, target: CausalLM) -> LlamaConfig:
@@ -112,7 +118,9 @@ class Geometry(Checked):
         if facts["head_dim"] % 2:
             raise ValueError(f"head_dim={facts['head_dim']} is odd; positions are rotations of pairs, so give an even one")
         try:
-            return LlamaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, hidden_act="silu", **facts)
+            shape = LlamaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, hidden_act="silu", **facts)
+            LlamaRotaryEmbedding(shape)
+            return shape
         except Exception as error:  # transformers has rules of its own, and errors of several lines
             given = ", ".join(f"{key}={value}" for key, value in self.model_dump(exclude_none=True).items())
             raise ValueError(f"geometry {given} is no Llama layer: {' '.join(str(error).split())[:200]}") from None
@@ -508,8 +516,10 @@ class ChainDrafter(nn.Module):
         if vocab_ids is not None:
             drafter.get_buffer("d2t").copy_(torch.from_numpy(vocab_ids - np.arange(len(vocab_ids))))
             drafter._check_vocabulary("vocab_ids")
-        if drafter.lm_head is not None and init.lm_head == "target":
-            with torch.no_grad():
+        with torch.no_grad():
+            if drafter.lm_head is None:
+                drafter.adopt(target)
+            elif init.lm_head == "target":
                 drafter.lm_head.weight.copy_(target.head_rows(drafter.vocab_ids)[0])
                 drafter.adopt(target)
         return drafter.exported()

@@ -22,11 +22,12 @@ DEMO = Path(__file__).parent / "assets" / "demo.jsonl"
 
 @dataclass(frozen=True)
 class Task:
-    """User turns, answered one after the other as one conversation."""
+    """User turns, answered one after the other as one conversation; system: a message in front of them."""
 
     id: str
     category: str
     turns: tuple[str, ...]
+    system: str | None = None
 
 
 def load(path: Path | str, limit: int | None = None) -> list[Task]:
@@ -83,12 +84,13 @@ def _spread(tasks: list[Task], limit: int) -> list[Task]:
     return [tasks[place] for place in sorted(place for _, place in sorted(order)[:limit])]
 
 
-def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str]) -> list[int]:
+def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str], system: str | None = None) -> list[int]:
     """Token ids of a conversation up to its last user turn: by the chat template if there is one, else as plain text."""
     if not tokenizer.chat_template:
-        text = "".join(f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers, strict=False)) + turns[-1]
+        text = f"{system}\n\n" if system else ""
+        text += "".join(f"{turn}{answer}\n\n" for turn, answer in zip(turns, answers, strict=False)) + turns[-1]
         return list(tokenizer(text)["input_ids"])
-    messages = []
+    messages = [{"role": "system", "content": system}] if system else []
     for turn, answer in zip(turns, [*answers, None], strict=True):
         messages.append({"role": "user", "content": turn})
         if answer is not None:
@@ -119,7 +121,7 @@ def decode(
             if name in answered:
                 answers.append(text_of(answered[name]))
                 continue
-            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers)
+            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system)
             of[name] = (task, turn)
             own = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
             return Request(name, ids, params, own, task.category)
@@ -162,11 +164,12 @@ def request_id(task: Task, turn: int) -> str:
 
 def fingerprint(tasks: list[Task]) -> str:
     """A hash of what is asked, for telling whether two runs had the same prompts."""
-    text = json.dumps([(task.id, task.turns) for task in tasks])
+    text = json.dumps([(task.id, task.turns, task.system) if task.system else (task.id, task.turns) for task in tasks])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prepare(engine: Engine, tasks: list[Task], params: SamplingParams) -> None:
     """Check the tasks' first turns and make room for them: errors come before anything runs."""
     tokenizer = engine.target.tokenizer
-    engine.prepare(*(Request(request_id(task, 1), prompt_ids(tokenizer, [task.turns[0]], []), params) for task in tasks))
+    first = [prompt_ids(tokenizer, [task.turns[0]], [], task.system) for task in tasks]
+    engine.prepare(*(Request(request_id(task, 1), ids, params) for task, ids in zip(tasks, first, strict=True)))

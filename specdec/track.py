@@ -22,6 +22,10 @@ from specdec.stats import RequestStats, request_metrics
 from specdec.tasks import Task, request_id
 
 MARKER = "run.json"
+_WRITTEN = (  # names that runs write under
+    "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
+    "run.png", "train.png", "checkpoints", "best", "last", "bench.json",
+)  # fmt: skip
 _LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "batch_size")
 _TIMES = ("time_to_first_token_s", "prefill_s", "decode_s")
 
@@ -35,6 +39,10 @@ def refuse_taken(out_dir: Path, resume: bool) -> None:
         raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"out_dir={out_dir} is a file; give a directory")
+    if not taken and out_dir.is_dir():
+        found = sorted(path.name for path in out_dir.iterdir() if path.name in _WRITTEN or path.suffix == ".safetensors")
+        if found:
+            raise ValueError(f"out_dir={out_dir} holds {found[0]}, which is of no run of ours; give another out_dir=")
 
 
 def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
@@ -45,7 +53,12 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
     refuse_taken(out_dir, resume)
     marker = out_dir / MARKER
     if resume:
-        before = json.loads(marker.read_text())
+        try:
+            before = json.loads(marker.read_text())
+        except ValueError:
+            before = None
+        if not isinstance(before, dict):
+            raise ValueError(f"{marker}: cannot be read, so nothing is known of the run; give another out_dir=")
         changed = sorted(key for key in {*before, *identity} if before.get(key) != json.loads(json.dumps(identity)).get(key))
         if changed:
             key = changed[0]
@@ -76,18 +89,22 @@ class Rows:
         self._file = path.open("a", encoding="utf-8")
 
     def _recover(self) -> None:
-        """Read what an interrupted run left; a last line that was cut short is dropped."""
+        """Read what an interrupted run left; a last line that was cut short is dropped. Any other line that is not ours is a
+        ValueError, and nothing is touched."""
         good = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                try:
-                    self.rows.append(json.loads(line))
-                except json.JSONDecodeError:
-                    break
-                if not line.endswith(b"\n"):
-                    self.rows.pop()
-                    break
-                good += len(line)
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                whole = isinstance(row, dict) and line.endswith(b"\n")
+            except ValueError:
+                whole = False
+            if not whole:
+                if number < len(lines):
+                    raise ValueError(f"{self.path}, line {number}: not a row of ours; move the file away, or mend the line")
+                break
+            self.rows.append(row)
+            good += len(line)
         os.truncate(self.path, good)
 
     @property

@@ -80,9 +80,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         device = processes.device
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", str(device), model["revision"])
-    given = cfg["data"]
+    given, most = cfg["data"], target.max_model_len
     loaded = data.load(
-        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, given["max_length"], given["limit"], given["split"],
+        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, min(given["max_length"] or most, most), given["limit"],
+        given["split"],
         **(given["template_kwargs"] or {}),
     )  # fmt: skip
     if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
@@ -122,6 +123,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "objective": objective.model_dump(),
         "train": settings.model_dump(exclude=set(FREE)),
         "seed": cfg["seed"],
+        "checkpoint": cfg["checkpoint"],
+        # the best checkpoint is chosen by these
+        "eval": cfg["eval"] | {"held_out": given["held_out"]} | asked,
     }
     if processes.is_main_process:
         track.claim(out_dir, cfg["resume"], identity)
@@ -182,12 +186,27 @@ def new_drafter(drafter_class: Any, target: Any, cfg: dict[str, Any], architectu
     from specdec.training import data
 
     if cfg["checkpoint"]:
-        return native.load(cfg["checkpoint"])
+        return same_drafter(native.load(cfg["checkpoint"]), drafter_class, target, architecture)
     size = architecture.get("draft_vocab_size")
     vocab_ids = None
     if size is not None and size != target.vocab_size:
         vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
     return drafter_class.fresh(target, architecture, init, vocab_ids, cfg["seed"])
+
+
+def same_drafter(checkpoint: Any, drafter_class: Any, target: Any, architecture: Any) -> Any:
+    """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over."""
+    checkpoint.check(drafter_class.name, target)
+    asked = drafter_class.resolved(target, architecture)
+    if architecture.get("draft_vocab_size"):
+        asked["draft_vocab_size"] = min(architecture["draft_vocab_size"], target.vocab_size)
+    for key, value in asked.items():
+        if checkpoint.config.get(key) != value:
+            raise ValueError(
+                f"train.drafter.{key} is {value!r}, and {checkpoint.name} has {checkpoint.config.get(key)!r}; "
+                f"give train.drafter.{key}={checkpoint.config.get(key)} to start from it".replace("'", "")
+            )
+    return checkpoint
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

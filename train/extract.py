@@ -4,7 +4,8 @@
     python train/extract.py data=jsonl data.path=FILE layer_ids=[2,15,27] dry_run=true
     python train/eagle.py features.path=hidden                                 # with the same data settings
 
-Killed at any moment it goes on with resume=true; a file that is cut short or altered is made again.
+Killed at any moment it goes on with resume=true; a file that is cut short is made again, and so is an altered one (layout=vllm
+has no hashes that would tell).
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.training import data, features
 
     model, given, out_dir = cfg["model"], cfg["data"], Path(cfg["out_dir"])
+    if cfg["shard_mb"] < 0:
+        raise ValueError(f"shard_mb={cfg['shard_mb']}: give the size of a file, or 0 for a file per sample")
     if cfg["layout"] not in ("shards", "vllm"):
         raise ValueError(f"layout={cfg['layout']!r}: use shards or vllm")
     if not cfg["dry_run"]:
         track.refuse_taken(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
+    most = target.max_model_len
     loaded = data.load(
-        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, given["max_length"], given["limit"], given["split"],
+        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, min(given["max_length"] or most, most), given["limit"],
+        given["split"],
         **(given["template_kwargs"] or {}),
     )  # fmt: skip
     if loaded.skipped:

@@ -27,14 +27,17 @@ OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "opening
 def run(cfg: dict[str, Any]) -> None:
     import torch
 
-    from specdec import __version__, method, rejection, report, tasks, track
+    from specdec import __version__, method, rejection, report, tasks
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.target import CausalLM
 
     out, model, answers = Path(cfg["out"]), cfg["model"], cfg["answers"]
-    if out.exists() and not cfg["resume"]:
+    if out.exists() and not cfg["resume"]:  # before the weights
         raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
+    for key, value in (("limit", cfg["limit"]), ("synthesize.count", cfg["synthesize"]["count"])):
+        if value is not None and value < 1:
+            raise ValueError(f"{key}={value}: at least 1 is needed")
     if not answers["temperatures"]:
         raise ValueError("answers.temperatures=[] is empty; give at least one, such as [0.0]")
     torch.set_num_threads(cfg["num_threads"] or 1)
@@ -60,11 +63,7 @@ def run(cfg: dict[str, Any]) -> None:
         "answers": answers,
         "seed": cfg["seed"],
     }
-    rows = track.Rows(out)
-    if rows.rows and rows.rows[0].get("header") != json.loads(json.dumps(header)):
-        raise ValueError(f"resume=true, but {out} was begun with other settings; use the same, or another out=")
-    if not rows.rows:
-        rows.add({"header": header})
+    rows = begin(out, header, cfg["resume"])
     done = {row["id"] for row in rows.rows[1:]}
 
     temperatures = answers["temperatures"]
@@ -90,12 +89,30 @@ def run(cfg: dict[str, Any]) -> None:
     report.show(f"{len(kept)} conversations, {tokens} supervised tokens, written to {out}")
 
 
+def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
+    """A file of rows under a header: a new one, or one of ours that was begun with the same header. No other is touched."""
+    from specdec import track
+
+    if path.exists():
+        if not resume:
+            raise ValueError(f"{path} exists; give another out=, or resume=true to go on with it")
+        first = path.read_bytes().partition(b"\n")
+        if first[0] and not first[0].startswith(b'{"header": '):
+            raise ValueError(f"resume=true, but {path} is not of this script; give another out=")
+        if first[1] and json.loads(first[0])["header"] != json.loads(json.dumps(header)):
+            raise ValueError(f"resume=true, but {path} was begun with other settings; use the same, or another out=")
+    rows = track.Rows(path)
+    if not rows.rows:
+        rows.add({"header": header})
+    return rows
+
+
 def fits(engine: Any, task: Any) -> bool:
     """Whether the first turn leaves room for an answer; if not, says so."""
     from specdec import tasks
     from specdec.core import Request, SamplingParams
 
-    ids = tasks.prompt_ids(engine.target.tokenizer, [task.turns[0]], [])
+    ids = tasks.prompt_ids(engine.target.tokenizer, [task.turns[0]], [], task.system)
     try:
         engine.check(Request(task.id, ids, SamplingParams()))
     except ValueError as error:
@@ -109,7 +126,7 @@ def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
     last = requests[-1]
     input_ids = [*last.prompt_token_ids, *last.output_token_ids]
     loss_mask = [0] * len(input_ids)
-    messages = []
+    messages = [{"role": "system", "content": task.system}] if task.system else []
     for turn, request in zip(task.turns, requests, strict=False):
         text = tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
@@ -128,7 +145,7 @@ def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def conversations(path: Path, limit: int | None) -> list[Any]:
-    """The user turns of a prompt set."""
+    """The user turns of a prompt set, and a system message in front of them."""
     from specdec import tasks
     from specdec.training import data
 
@@ -136,15 +153,22 @@ def conversations(path: Path, limit: int | None) -> list[Any]:
         raise ValueError(f"prompts={path}: no such file")
     chosen, left_out, taken = [], Counter[str](), Counter[str]()
     for where, row in data.rows(path, "train"):
-        if isinstance(row, dict) and row.get("turns") == []:
-            continue  # a made-up turn that was not kept
+        if isinstance(row, dict) and (row.get("turns") == [] or set(row) == {"header"}):
+            continue  # a made-up turn that was not kept, or how they were made
+        system = None
         try:
             turns = row["turns"] if isinstance(row, dict) and "turns" in row else None
             if turns is None:
-                turns = [m["content"] for m in data.messages_of(row) if m["role"] == "user"]
+                messages = data.messages_of(row)
+                if messages and messages[0]["role"] == "system":
+                    system = messages[0]["content"]
+                for message in messages[bool(system) :]:
+                    if message["role"] not in ("user", "assistant"):
+                        raise ValueError(f"a message of role {message['role']!r} between the turns, which would be lost")
+                turns = [message["content"] for message in messages if message["role"] == "user"]
             if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
                 raise ValueError("turns are not a list of texts")
-            "".join(turns).encode()
+            "".join([*turns, system or ""]).encode()
         except UnicodeEncodeError:
             left_out["half of a surrogate pair, which is no text"] += 1
             continue
@@ -156,7 +180,7 @@ def conversations(path: Path, limit: int | None) -> list[Any]:
             taken[base] += 1
             name = f"{base}#{taken[base]}"
         taken[name] += 1
-        chosen.append(tasks.Task(name, str(row.get("category", "all")), tuple(turns)))
+        chosen.append(tasks.Task(name, str(row.get("category", "all")), tuple(turns), system))
     if left_out:
         print(f"note: {sum(left_out.values())} rows of {path} were left out: {dict(left_out)}")
     if not chosen:
@@ -166,7 +190,7 @@ def conversations(path: Path, limit: int | None) -> list[Any]:
 
 def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
-    from specdec import report, track
+    from specdec import report
     from specdec.core import Request, SamplingParams
     from specdec.llm import derived_seed
     from specdec.training import data
@@ -180,9 +204,10 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
         temperature=given["temperature"], top_p=given["top_p"], top_k=given["top_k"], max_tokens=given["max_tokens"],
         stop_token_ids=closing,
     )  # fmt: skip
-    rows = track.Rows(path)
-    seen = {row["turns"][0] for row in rows.rows if row["turns"]}
-    number = len(rows.rows)
+    how = {"target": engine.target.name, "synthesize": {**given, "count": None}, "seed": cfg["seed"]}
+    rows = begin(path, how, cfg["resume"])
+    seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
+    number = len(rows.rows) - 1
     with report.progress(given["count"], prompts=len(seen)) as advance:
         while len(seen) < given["count"]:
             if number > 20 * given["count"]:

@@ -40,6 +40,8 @@ class ExtractHiddenStates(Silent):
             raise ValueError(
                 f"num_speculative_tokens={num_speculative_tokens}: this method takes 1, as in vLLM, and drafts nothing"
             )
+        if not shared_storage_path:
+            raise ValueError("shared_storage_path='' names no directory")
         self.num_speculative_tokens = num_speculative_tokens
         self.hidden_layers = _layer_ids(draft_model_config, target)
         self.include_output_tokens = include_output_tokens

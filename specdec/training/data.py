@@ -91,8 +91,9 @@ def _render(
     spans: list[tuple[int, int]] = []  # of supervised tokens
     for place in turns:
         before, through = text_of(messages[:place], True), text_of(messages[: place + 1])
-        stand_in = text_of([*messages[:place], {**messages[place], "content": _STAND_IN}])
-        head, _, closing = stand_in.rpartition(_STAND_IN)
+        # what stands in front of the content by itself, without a message's other fields, and behind it with them
+        head = text_of([*messages[:place], {"role": "assistant", "content": _STAND_IN}]).rpartition(_STAND_IN)[0]
+        closing = text_of([*messages[:place], {**messages[place], "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
         if not (through.startswith(before) and head.startswith(before) and through.endswith(closing)):
             raise UnstableTemplate(
                 "the chat template renders an answered turn otherwise than its generation prompt and the content; "
@@ -193,7 +194,7 @@ def load(
     for where, row in rows(source, split):
         if num_rows == limit:
             break
-        if isinstance(row, dict) and "header" in row and loaded.header is None:
+        if isinstance(row, dict) and set(row) == {"header"} and loaded.header is None:
             loaded.header = row["header"]
             continue
         num_rows += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -155,7 +156,10 @@ def teach(target: CausalLM, last_nD: Tensor, mask_n: np.ndarray) -> tuple[Tensor
 
 def _checked(target: CausalLM, layers: Iterable[int]) -> tuple[int, ...]:
     """Ascending, without duplicates, and with the last layer's output, from which the target's law follows."""
-    chosen = tuple(sorted({*layers, target.num_layers}))
+    given = list(layers)
+    if not all(type(layer) is int for layer in given):
+        raise ValueError(f"layer ids {given!r} must be numbers, such as [2, 15, 27, 30]")
+    chosen = tuple(sorted({*given, target.num_layers}))
     for layer in chosen:
         if not 0 <= layer <= target.num_layers:
             raise ValueError(f"hidden layer {layer} is outside 0..{target.num_layers}, the layers of {target.name}")
@@ -209,8 +213,6 @@ class Writer:
     def __init__(self, directory: Path, manifest: dict[str, Any], shard_bytes: int = 1 << 28, plain: bool = False):
         self.directory, self.shard_bytes, self.plain = directory, 0 if plain else shard_bytes, plain
         directory.mkdir(parents=True, exist_ok=True)
-        for rest in directory.glob(f".{PREFIX}*"):  # what a run that was killed was about to write
-            rest.unlink()
         path = directory / "manifest.json"
         if path.exists():
             before = _read_manifest(directory)
@@ -245,20 +247,41 @@ class Writer:
         name = f"{PREFIX}{self.number:05d}.safetensors"
         if self.plain:
             joined, metadata = {key: joined[key] for key in ("hidden_states", "token_ids")}, None
-            sample = self.pending[0][0]
-            stem = re.sub(r"^\.|[^A-Za-z0-9._-]", "_", sample.id)[:100]
-            if stem != sample.id:  # others may come to the same
-                stem += f"-{_key(sample.token_n)[:8]}"
-            name = f"{stem}.safetensors"
-        temporary = self.directory / f".{PREFIX}{name}.tmp"
+            name = self.plain_name(self.pending[0][0])
+        temporary = self.directory / f".{PREFIX}{os.getpid()}-{name}.tmp"
         try:
             save_file(joined, temporary, metadata=metadata)
-            temporary.replace(self.directory / name)
+            if self.plain:
+                temporary.replace(self.directory / name)
+            else:
+                self._place(temporary)
         except (SafetensorError, OSError) as error:
             temporary.unlink(missing_ok=True)
             raise OSError(f"{self.directory / name} could not be written ({first_line(error)}); is the disk full?") from None
-        self.number += 1
         self.pending, self.pending_bytes = [], 0
+
+    def _place(self, temporary: Path) -> None:
+        """Give a shard the next number that is free, whoever else writes into the directory."""
+        while True:
+            final = self.directory / f"{PREFIX}{self.number:05d}.safetensors"
+            self.number += 1
+            if final.exists():
+                continue
+            try:
+                os.link(temporary, final)
+            except FileExistsError:
+                continue
+            except OSError:  # a file system without links
+                temporary.replace(final)
+                return
+            temporary.unlink()
+            return
+
+    def plain_name(self, sample: Sample) -> str:
+        stem = re.sub(r"^\.|[^A-Za-z0-9._-]", "_", sample.id)[:100]
+        if stem != sample.id:  # others may come to the same
+            stem += f"-{_key(sample.token_n)[:8]}"
+        return f"{stem}.safetensors"
 
 
 def _tensors(sample: Sample, features: Features) -> dict[str, Tensor]:
@@ -295,10 +318,19 @@ class Artifacts:
         if not self.directory.is_dir():
             raise ValueError(f"features.path={directory}: no such directory")
         manifest = _read_manifest(self.directory) if (self.directory / "manifest.json").exists() else {}
-        stored = layer_ids if not manifest else manifest["layer_ids"]
+        stored = layer_ids if not manifest else manifest.get("layer_ids")
+        if stored is not None and (not isinstance(stored, list | tuple) or not all(type(layer) is int for layer in stored)):
+            raise ValueError(f"{directory}: layer ids {stored!r} must be a list of numbers, such as [2, 15, 27, 30]")
+        if layer_ids is not None and sorted(set(layer_ids)) != sorted(set(stored or ())):
+            raise ValueError(
+                f"features.layer_ids={list(layer_ids)}, and the manifest of {directory} says {stored}; leave it out"
+            )
         if stored is None:
             raise ValueError(f"{directory}: no manifest.json, so say which layers its files hold: features.layer_ids=[...]")
         self.stored = tuple(sorted(set(stored)))
+        made_in, runs_in = manifest.get("dtype"), str(target.dtype).removeprefix("torch.")
+        if made_in not in (None, runs_in):
+            raise ValueError(f"{directory}: made in {made_in}, and {target.name} runs in {runs_in}; give model.dtype={made_in}")
         for key in ("hidden_size", "num_layers", "vocab_size"):
             if manifest.get(key, getattr(target, key)) != getattr(target, key):
                 theirs, own = f"{manifest[key]} (of {manifest['target']})", getattr(target, key)
@@ -425,12 +457,17 @@ def extract(source: Online, samples: Sequence[Sample], writer: Writer, advance: 
     advance: called after every sample. Returns how many samples were computed.
     """
     have: set[str] = set()
+    for rest in writer.directory.glob(f".{PREFIX}*.tmp"):  # what a run that was killed was about to write
+        rest.unlink()
+    ours = {writer.plain_name(sample) for sample in samples} if writer.plain else set()
     for path in sorted(writer.directory.glob("*.safetensors")):
         try:
             inside = list(places(path))
             for place, _ in inside:
                 read(place)
         except ValueError:
+            if path.name not in ours and not re.fullmatch(rf"{PREFIX}\d+", path.stem):
+                raise ValueError(f"{path} holds no hidden states; use a directory of its own") from None
             path.unlink()
             continue
         have |= {_key(token_n) for _, token_n in inside}
@@ -447,10 +484,12 @@ def extract(source: Online, samples: Sequence[Sample], writer: Writer, advance: 
             f"{writer.directory}: the hidden states of {len(todo)} samples take {need / 2**30:.2f} GiB, and "
             f"{free / 2**30:.2f} GiB are free; lower data.limit or data.max_length, or use another disk"
         )
-    for sample in todo:
-        writer.add(sample, source.of(sample))
-        advance()
-    writer.flush()
+    try:
+        for sample in todo:
+            writer.add(sample, source.of(sample))
+            advance()
+    finally:  # what is computed is kept, whatever ended it
+        writer.flush()
     return len(todo)
 
 

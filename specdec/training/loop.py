@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import json
 import math
+import re
 import shutil
 import signal
 import sys
@@ -387,6 +388,10 @@ class _Run:
     def directory(self, step: int) -> Path:
         return self.out_dir / "checkpoints" / f"step-{step:08d}"
 
+    def checkpoints(self) -> list[Path]:
+        """Those that are there, oldest first."""
+        return sorted(path for path in self.out_dir.glob("checkpoints/step-*") if re.fullmatch(r"step-\d{8}", path.name))
+
     def save(self) -> Checkpoint:
         """Write a checkpoint under a temporary name and rename it: what has the final name is whole."""
         state = {key: _whole(tensor) for key, tensor in self.drafter.state_dict().items()}
@@ -424,24 +429,27 @@ class _Run:
     def load(self) -> None:
         """Take up the last checkpoint: weights, optimiser, and where the run was. Any number of processes may have written
         it."""
-        found = sorted(self.out_dir.glob("checkpoints/step-*"))
+        found = self.checkpoints()
         if not found:
             return  # interrupted before the first checkpoint: begin again
         training = found[-1] / "training"
         try:
             told = json.loads((training / "state.json").read_text())
+            self.step, self.num_skipped, self.best = told["step"], told["skipped_steps"], told["best"]
+            planned = told["num_steps"]
             tensors = load_file(training / "state.safetensors")
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(
                 f"{training}: cannot be read ({first_line(error)}); remove {found[-1]} to go on from before"
             ) from None
-        self.step, self.num_skipped, self.best = told["step"], told["skipped_steps"], told["best"]
-        if told["num_steps"] != self.num_steps and self.accelerator.is_main_process:
+        if planned != self.num_steps and self.accelerator.is_main_process:
             print(
-                f"note: the run was to have {told['num_steps']} steps and has {self.num_steps} now: "
+                f"note: the run was to have {planned} steps and has {self.num_steps} now: "
                 "from here on the learning rate is that of the new length",
                 file=sys.stderr,
             )
+        if self.best and not self.directory(self.best["step"]).exists():
+            self.best = None  # somebody removed it; the next one that is measured is the best again
         if self.best and self.accelerator.is_main_process:
             _link(self.out_dir / "best", self.directory(self.best["step"]))
         own = self.drafter.state_dict()
@@ -476,7 +484,7 @@ class _Run:
         if not self.accelerator.is_main_process:
             return
         kept = {self.best["step"]} if self.best else set()
-        found = sorted(self.out_dir.glob("checkpoints/step-*"))
+        found = self.checkpoints()
         for path in found[: -self.settings.keep]:
             if int(path.name.removeprefix("step-")) not in kept:
                 gone = path.rename(path.with_name(f".{path.name}.old"))

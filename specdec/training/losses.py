@@ -10,6 +10,7 @@ Shape letters: Q taught positions, M supervised rows of a step, V draft vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +49,8 @@ def check_terms(terms: dict[str, float]) -> None:
     for name, weight in terms.items():
         if name not in TERMS:
             raise ValueError(f"loss {name!r} is not known; use {', '.join(TERMS)}, or a mix such as {{ce: 0.1, tv: 0.9}}")
-        if not weight >= 0:
-            raise ValueError(f"loss {name!r} has weight {weight}; it must not be negative")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"loss {name!r} has weight {weight}; it must be a number that is not negative")
     if not any(terms.values()):
         raise ValueError(f"loss {terms}: no term has a positive weight")
 
