@@ -100,7 +100,7 @@ class Rows:
             except ValueError:
                 whole = False
             if not whole:
-                if number < len(lines):
+                if number < len(lines) or line.endswith(b"\n"):
                     raise ValueError(f"{self.path}, line {number}: not a row of ours; move the file away, or mend the line")
                 break
             self.rows.append(row)

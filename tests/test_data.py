@@ -62,7 +62,9 @@ QWEN3 = r"""
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
         {%- set content, thought = m.content, '' %}
-        {%- if '</think>' in content %}
+        {%- if m.reasoning_content is string %}
+            {%- set thought = m.reasoning_content.strip('\n') %}
+        {%- elif '</think>' in content %}
             {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\n') %}
         {%- endif %}
@@ -274,6 +276,32 @@ def test_a_thinking_block_is_supervised_only_if_the_answer_has_it() -> None:
     check(tokenizer, thinking, lambda content: content + "<|im_end|>")
     with pytest.raises(UnstableTemplate, match="otherwise than its generation prompt"):
         render(thinking, tokenizer, enable_thinking=False)
+
+
+def test_reasoning_beside_the_content_is_supervised() -> None:
+    """The target made it, as it made the answer; the block's opening is part of it, and the prompt is what decoding has."""
+    tokenizer = byte_tokenizer(QWEN3)
+    thinking = {**assistant("yo"), "reasoning_content": "let me see"}
+    for before in ([user("hi")], [system("Be brief."), user("hi")]):
+        rendered = render([*before, thinking], tokenizer)
+        assert supervised(tokenizer, rendered) == ["<think>\nlet me see\n</think>\n\nyo<|im_end|>"]
+        prompt = ids_of(tokenizer, before)
+        assert rendered.token_ids[: len(prompt)] == prompt
+        assert spans(rendered) == [(len(prompt), len(rendered.token_ids))]
+        inside = [*before, assistant("<think>\nlet me see\n</think>\n\nyo")]
+        assert rendered == render(inside, tokenizer), "as if it stood in the content"
+        empty = [*before, {**assistant("yo"), "reasoning_content": ""}]
+        assert render(empty, tokenizer) == render([*before, assistant("yo")], tokenizer), "an empty block is the template's"
+    with pytest.raises(UnstableTemplate, match="otherwise than its generation prompt"):
+        render([user("hi"), thinking], tokenizer, enable_thinking=False)
+
+
+def test_reasoning_of_rows_is_supervised(tmp_path: Path) -> None:
+    row = {"id": "r", "messages": [user("hi"), {**assistant("yo"), "reasoning_content": "let me see"}]}
+    tokenizer = byte_tokenizer(QWEN3)
+    loaded = load(write(tmp_path / "a.jsonl", [row]), tokenizer, VOCAB)
+    assert not loaded.skipped
+    assert texts(tokenizer, loaded) == {"r": "<think>\nlet me see\n</think>\n\nyo<|im_end|>"}
 
 
 def test_a_template_that_changes_earlier_turns_is_an_error_of_one_line() -> None:

@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec import hub
+from specdec import hub, track
 from specdec.config import CONF
 from specdec.target import CausalLM
 from specdec.training import data, features
@@ -364,6 +364,22 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
     same(Artifacts(tmp_path, target, (1, 3))(samples), source(samples))
 
 
+def test_two_writers_of_one_directory_overwrite_nothing(target: CausalLM, samples: list[Sample], tmp_path: Path) -> None:
+    """Both begin with the same number, and write in turn; what one has placed stays as it is."""
+    source, seen = Online(target, (1, 3)), dict[Path, bytes]()
+    writers = [Writer(tmp_path, identity(target, source.layers), 0) for _ in range(2)]
+    for i, sample in enumerate(samples):
+        writers[i % 2].add(sample, source.of(sample))
+        assert {path: path.read_bytes() for path in seen} == seen
+        seen = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
+        assert len(seen) == i + 1
+    for writer in writers:
+        writer.flush()
+    assert not list(tmp_path.glob(".*"))
+    assert contents(tmp_path).keys() == {sample.id for sample in samples}
+    same(Artifacts(tmp_path, target, (1, 3))(samples), source(samples))
+
+
 def data_offset(path: Path) -> int:
     """Where a safetensors file's data begins."""
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -460,6 +476,19 @@ def test_another_target_is_refused(target: CausalLM, samples: list[Sample], whol
         Writer(whole, identity(other, source.layers))
 
 
+def test_artifacts_of_another_dtype_are_refused(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
+    """Either way round; both are named, and the setting that mends it."""
+    low = CausalLM("tiny-llama", "bfloat16", "cpu")
+    write(Online(low, (1, 3)), samples, tmp_path / "low")
+    for directory, model, made_in, runs_in in (
+        (tmp_path / "low", target, "bfloat16", "float32"),
+        (whole, low, "float32", "bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=f"made in {made_in}, and tiny-llama runs in {runs_in}") as error:
+            Artifacts(directory, model, (1, 3))
+        assert f"model.dtype={made_in}" in line(error)
+
+
 def test_files_without_a_manifest_of_another_target_are_refused(
     target: CausalLM, samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -479,6 +508,28 @@ def test_a_directory_is_of_one_set_of_layers(target: CausalLM, copied: Path) -> 
         with pytest.raises(ValueError, match=r"manifest\.json") as error:
             Artifacts(copied, target, (1, 3))
         assert line(error)
+
+
+def test_layer_ids_that_contradict_the_manifest_are_refused(target: CausalLM, whole: Path) -> None:
+    """Those that say the same, in any order, are no contradiction."""
+    for given in ([1, 4], [1, 2, 3, 4], [0], []):
+        with pytest.raises(ValueError, match=r"the manifest of .* says \[1, 3, 4\]; leave it out") as error:
+            Artifacts(whole, target, (1, 3), given)
+        assert f"features.layer_ids={given}" in line(error)
+    Artifacts(whole, target, (1, 3), [4, 3, 1, 1])
+
+
+@pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("given", [["a"], [1, "a"], [1, None], "134", 3], ids=str)
+def test_layer_ids_that_are_no_numbers_are_refused(target: CausalLM, copied: Path, manifest: bool, given: Any) -> None:
+    if not manifest:
+        (copied / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"layer.ids") as error:
+        Artifacts(copied, target, (1, 3), given)
+    assert line(error)
+    if not isinstance(given, int):
+        with pytest.raises(ValueError, match=r"layer ids .* must be numbers"):
+            Online(target, given)
 
 
 def test_what_is_not_stored_is_said(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
@@ -708,6 +759,7 @@ def test_extract_says_what_is_wrong_in_a_line(texts: Path, tmp_path: Path) -> No
     cases = {
         ("layers_ids=[1]",): "unknown key 'layers_ids'; did you mean 'layer_ids'?",
         ("layout=shard",): "layout='shard': use shards or vllm",
+        ("layer_ids=[a]",): "layer ids ['a'] must be numbers",
         ("layer_ids=[7]",): "hidden layer 7 is outside 0..4, the layers of tiny-llama",
         ("shard_mb=many",): "shard_mb='many' must be a number",
         ("resume=true",): "resume=true, but out_dir=out holds no run",
@@ -716,6 +768,76 @@ def test_extract_says_what_is_wrong_in_a_line(texts: Path, tmp_path: Path) -> No
     for arguments, said in cases.items():
         assert said in call("extract", *good, *arguments, cwd=tmp_path).error
     assert not (tmp_path / "out").exists()
+
+
+def bytes_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def weights() -> bytes:
+    """A valid file of somebody's model."""
+    return save({"weight": torch.arange(6.0)})
+
+
+FOREIGN = {
+    "model.safetensors": weights(),
+    "hidden-00000.safetensors": weights(),
+    "c0.safetensors": b"garbage",
+    "config.yaml": b"mine: true\n",
+    "manifest.json": b"{}",
+}
+
+
+@pytest.mark.parametrize("layout", ["shards", "vllm"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_extract_leaves_the_files_of_others_alone(texts: Path, tmp_path: Path, name: str, layout: str) -> None:
+    """A directory that holds what a run would write, or weights, is refused as it is."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    arguments = ("model=tiny", "data=jsonl", f"data.path={texts}", "layer_ids=[1]", f"layout={layout}", "out_dir=out")
+    for content in (FOREIGN[name], b"garbage", b""):
+        (tmp_path / "out" / name).write_bytes(content)
+        before = bytes_in(tmp_path / "out")
+        assert f"out_dir=out holds {name}, which is of no run of ours" in call("extract", *arguments, cwd=tmp_path).error
+        assert "holds no run" in call("extract", *arguments, "resume=true", cwd=tmp_path).error
+        assert bytes_in(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("layout", ["shards", "vllm"])
+def test_resumed_extraction_leaves_the_files_of_others_alone(texts: Path, tmp_path: Path, layout: str) -> None:
+    """Put there after the run: weights and garbage are named and stay; notes disturb nobody, whatever they are called."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".hidden-note").write_bytes(b"mine")
+    arguments = ("model=tiny", "data=jsonl", f"data.path={texts}", "layer_ids=[1]", f"layout={layout}", "out_dir=out")
+    done = call("extract", *arguments, cwd=tmp_path)
+    assert done.code == 0, done.err
+    (out / "hidden-note").write_bytes(b"mine too")
+    before = bytes_in(out)
+    assert call("extract", *arguments, "resume=true", cwd=tmp_path).code == 0
+    own = bytes_in(out)["config.yaml"]  # says resume: true now
+    assert bytes_in(out) == before | {"config.yaml": own}
+    assert (out / ".hidden-note").read_bytes() == b"mine"
+    for content in (weights(), b"garbage", b""):
+        (out / "model.safetensors").write_bytes(content)
+        before = bytes_in(out)
+        done = call("extract", *arguments, "resume=true", cwd=tmp_path)
+        assert done.code == 1
+        (said,) = [text for text in done.err.splitlines() if text.startswith("error: ")]
+        assert "model.safetensors holds no hidden states; use a directory of its own" in said
+        assert "Traceback" not in done.err
+        assert bytes_in(out) == before
+
+
+def test_extract_cuts_what_the_target_cannot_see(tmp_path: Path) -> None:
+    """Without data.max_length too."""
+    ids = np.random.default_rng(0).integers(0, 256, 4200).tolist()
+    file = jsonl(tmp_path / "long.jsonl", [{"input_ids": ids, "loss_mask": [int(i > 4000) for i in range(4200)]}])
+    arguments = ("model=tiny", "data=jsonl", f"data.path={file}", "layer_ids=[1]", "out_dir=out", "dry_run=true")
+    for length, tokens in (("null", 4096), (5000, 4096), (4090, 4090)):
+        done = call("extract", *arguments, f"data.max_length={length}", cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert f"1 samples, {tokens} tokens" in done.out
 
 
 def test_extract_that_is_killed_goes_on(tmp_path: Path) -> None:
@@ -884,3 +1006,122 @@ def test_prompts_that_cannot_be_answered_are_left_out(tmp_path: Path) -> None:
     assert "5 rows" in done.out
     assert call("prepare", *SETTINGS, "resume=true", cwd=tmp_path).code == 0
     assert lines_of(tmp_path / "out.jsonl")[1:] == rows
+
+
+def test_a_leading_system_message_is_kept(tmp_path: Path) -> None:
+    """It is part of the prompt of every turn, and of the row's messages; it is never supervised."""
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"id": "with", "messages": [system, user("Hello?"), {"role": "assistant", "content": "Dropped."}, user("Who?")]},
+        {"id": "shared", "conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hello?"}]},
+        {"id": "without", "messages": [user("Hello?")]},
+    ]
+    jsonl(tmp_path / "prompts.jsonl", rows)
+    done = call("prepare", *SETTINGS, "answers.temperatures=[0.0]", cwd=tmp_path)
+    assert done.code == 0, done.err
+    model = CausalLM("tiny-llama", "bfloat16", "cpu")
+    made = {row["id"]: row for row in lines_of(tmp_path / "out.jsonl")[1:]}
+    assert made.keys() == {"with", "shared", "without"}
+    roles = {name: [message["role"] for message in row["messages"]] for name, row in made.items()}
+    assert roles == {
+        "with": ["system", "user", "assistant", "user", "assistant"],
+        "shared": ["system", "user", "assistant"],
+        "without": ["user", "assistant"],
+    }
+    for name, row in made.items():
+        turn = row["messages"][:-1]
+        prompt = model.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert row["input_ids"][: len(prompt)] == prompt, name
+        assert all(row["loss_mask"][len(prompt) :])
+        first = model.tokenizer.apply_chat_template(
+            turn[: roles[name].index("user") + 1], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert not any(row["loss_mask"][: len(first)])
+        assert (turn[0] == system) == (name != "without")
+        assert ("Be brief." in model.tokenizer.decode(row["input_ids"])) == (name != "without")
+
+
+def test_rows_whose_messages_would_be_lost_are_left_out(tmp_path: Path) -> None:
+    """Tools, and a system message in the middle; the reason is said."""
+    system, tool = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "42"}
+    rows = [
+        {"id": "tool", "messages": [user("Hello?"), {"role": "assistant", "content": "x"}, tool, user("And?")]},
+        {"id": "tool last", "messages": [system, user("Hello?"), tool]},
+        {"id": "system later", "messages": [user("Hello?"), system, user("Who?")]},
+        {"id": "good", "messages": [user("Hello?")]},
+    ]
+    jsonl(tmp_path / "prompts.jsonl", rows)
+    done = call("prepare", *SETTINGS, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert [row["id"] for row in lines_of(tmp_path / "out.jsonl")[1:]] == ["good"]
+    assert "3 rows of prompts.jsonl were left out" in done.out
+    assert "role 'tool'" in done.out
+    assert "role 'system'" in done.out
+
+
+OTHERS = {
+    "text": b"My notes.\nMore of them.\n",
+    "a line": b"My notes.\n",
+    "no line end": b"My notes.",
+    "an empty line": b"\nMy notes.\n",
+    "rows": b'{"id": "a", "turns": ["Hello?"]}\n{"id": "b", "turns": ["Who?"]}\n',
+    "a row": b'{"turns": ["Hello?"]}',
+    "a number": b"7\n",
+    "another header": b'{"header": {"mine": 1}}\n{"id": "a"}\n',
+    "a header of text": b'{"header": My notes}\n',
+    "bytes": b"\xff\xfe\x00\n\x80",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_prepare_leaves_the_files_of_others_alone(tmp_path: Path, name: str) -> None:
+    """Neither the file nor that of made-up prompts is taken for one that was begun."""
+    jsonl(tmp_path / "prompts.jsonl", PROMPTS[:1])
+    mine = tmp_path / "mine.jsonl"
+    mine.write_bytes(OTHERS[name])
+    assert "mine.jsonl exists" in call("prepare", *SETTINGS, "out=mine.jsonl", cwd=tmp_path).error
+    assert "mine.jsonl" in call("prepare", *SETTINGS, "out=mine.jsonl", "resume=true", cwd=tmp_path).error
+    assert mine.read_bytes() == OTHERS[name]
+    prompts = mine.rename(tmp_path / "made.jsonl.prompts.jsonl")
+    synthesized = (*SETTINGS, "prompts=null", "synthesize.count=1", "out=made.jsonl")
+    assert "made.jsonl.prompts.jsonl exists" in call("prepare", *synthesized, cwd=tmp_path).error
+    assert "made.jsonl.prompts.jsonl" in call("prepare", *synthesized, "resume=true", cwd=tmp_path).error
+    assert prompts.read_bytes() == OTHERS[name]
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", prompts.name}
+
+
+def test_a_bad_line_among_prepared_rows_is_named(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    lines = (prepared / "out.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:20] + b"\n"
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines))
+    assert "out.jsonl, line 3: not a row of ours" in call("prepare", *SETTINGS, "resume=true", cwd=tmp_path).error
+    assert (tmp_path / "out.jsonl").read_bytes() == b"".join(lines)
+
+
+GOOD = b'{"id": "a"}\n'
+
+
+@pytest.mark.parametrize("bad", [b"notes\n", b'{"id": \n', b"[1]\n", b"3\n", b"\xff\n"], ids=repr)
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_rows_with_a_line_that_is_not_theirs_are_not_touched(tmp_path: Path, bad: bytes, place: int) -> None:
+    """At the beginning, in the middle, or as a whole line at the end."""
+    lines = [GOOD, GOOD]
+    lines.insert(place - 1, bad)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line {place}: not a row of ours") as error:
+        track.Rows(path)
+    assert line(error)
+    assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("rest", [b"", b'{"id": "b"', b'{"id": "b"}', b"{", b'{"id": "\xc3'], ids=repr)
+def test_only_a_last_line_that_was_cut_short_is_dropped(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD * 2 + rest)
+    rows = track.Rows(path)
+    assert rows.rows == [{"id": "a"}, {"id": "a"}]
+    rows.add({"id": "c"})
+    rows.close()
+    assert path.read_bytes() == GOOD * 2 + b'{"id": "c"}\n'

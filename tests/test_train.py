@@ -290,6 +290,28 @@ def test_bf16_keeps_float32_weights(tmp_path: Path) -> None:
     assert mixed.rows[-1]["loss"] != exact.rows[-1]["loss"]
 
 
+def test_a_frozen_random_output_layer_is_refused() -> None:
+    """It would stay noise."""
+    with pytest.raises(ValueError, match=r"lm_head=random and train_lm_head=false"):
+        Init(lm_head="random", train_lm_head=False)
+    Init(lm_head="random")
+    Init(train_lm_head=False)
+
+
+@pytest.mark.parametrize("vocab_ids", [None, REDUCED], ids=["all", "reduced"])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_a_head_of_the_target_comes_with_its_norm(vocab_ids: np.ndarray | None, trained: bool) -> None:
+    """A quarter of it, whether the layer is the target's own, frozen, or a copy; with a random head it is ones."""
+    target = CausalLM("tiny", "float32", "cpu")
+    kind: Any = method.find("eagle3")
+    target.final_norm.load_state_dict({"weight": torch.linspace(0.5, 3.0, target.hidden_size)})
+    made = kind.fresh(target, {}, Init(train_lm_head=trained), vocab_ids)
+    assert made.config["own_lm_head"] == (trained or vocab_ids is not None)
+    torch.testing.assert_close(made.tensors["norm.weight"], 0.25 * torch.linspace(0.5, 3.0, target.hidden_size))
+    made = kind.fresh(target, {}, Init(lm_head="random"), vocab_ids)
+    assert (made.tensors["norm.weight"] == 1).all()
+
+
 # -------------------------------------------------------------------------------------------- what is measured
 
 
@@ -589,6 +611,51 @@ def test_the_best_is_remembered_when_resumed(tmp_path: Path) -> None:
     assert second.result["best"] == {"step": 2, "mean_acceptance_length": 1.8}
     assert (tmp_path / "best").resolve() == step_dir(tmp_path, 2).resolve()
     assert steps_in(tmp_path) == [2, 8]
+
+
+def test_a_best_checkpoint_that_was_removed_is_measured_anew(tmp_path: Path) -> None:
+    """Somebody made room: the run goes on, and the best is that of what is there."""
+    how: dict[str, Any] = {"max_steps": 8, "eval_every": 2, "keep": 1}
+    more = {"evaluate": told({2: 1.8, 4: 1.2}), "advance": stop_at(5, signal.SIGTERM)}
+    assert train(tmp_path, more=more, **how).result["best"]["step"] == 2
+    shutil.rmtree(step_dir(tmp_path, 2))
+    second = train(tmp_path, more={"evaluate": told({6: 1.3, 8: 1.4}), "resume": True}, **how)
+    assert second.result["best"] == {"step": 8, "mean_acceptance_length": 1.4}
+    assert (tmp_path / "best").resolve() == step_dir(tmp_path, 8).resolve()
+    assert native.find(tmp_path) == tmp_path / "best"
+    native.load(tmp_path)
+    shutil.rmtree(step_dir(tmp_path, 8))
+    with pytest.raises(ValueError, match=r"no checkpoint|neither a checkpoint|no such") as raised:
+        native.load(tmp_path)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_best_checkpoint_that_was_removed_before_the_end(tmp_path: Path) -> None:
+    """Nothing is measured any more: there is no best, and the last one is decoded with."""
+    how: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "keep": 1}
+    train(tmp_path, more={"evaluate": told({2: 1.8}), "advance": stop_at(3, signal.SIGTERM)}, **how)
+    shutil.rmtree(step_dir(tmp_path, 2))
+    done = train(tmp_path, more={"resume": True}, **how)
+    assert done.result["best"] is None
+    assert native.find(tmp_path) == tmp_path / "last"
+
+
+def test_other_names_among_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    """A copy that somebody made is neither resumed nor removed."""
+    straight = train(tmp_path / "straight", max_steps=4)
+    out_dir = tmp_path / "run"
+    train(out_dir, max_steps=4, save_every=1, keep=1, more={"advance": stop_at(2, signal.SIGTERM)})
+    kept = {}
+    for name in ("step-backup", "step-00000009-old", "step-9"):
+        (out_dir / "checkpoints" / name).mkdir()
+        (out_dir / "checkpoints" / name / "note").write_text(name)
+        kept[name] = contents(out_dir / "checkpoints" / name)
+    done = train(out_dir, max_steps=4, save_every=1, keep=1, more={"resume": True})
+    assert [row["step"] for row in done.rows] == [3, 4]
+    same(done.weights, straight.weights, 1e-7)
+    assert {path.name for path in (out_dir / "checkpoints").iterdir()} == {*kept, "step-00000004"}
+    assert {name: contents(out_dir / "checkpoints" / name) for name in kept} == kept
+    assert (out_dir / "last").resolve() == step_dir(out_dir, 4).resolve()
 
 
 class KilledHere(BaseException):
@@ -927,6 +994,23 @@ def test_part_of_an_epoch(arguments: list[str], cli: Cli, tmp_path: Path) -> Non
     assert (row["step"], row["epoch"]) == (3, 0.6)
 
 
+def test_a_sample_longer_than_the_target_can_see_is_cut(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """With data.max_length=null, or one beyond the target's; what is supervised behind the cut alone leaves the row out."""
+    path = conversations(tmp_path / "long.jsonl", 3)
+    ids = np.random.default_rng(0).integers(0, 256, 4200).tolist()
+    with path.open("a") as file:
+        for first in (4000, 4150):
+            file.write(json.dumps({"input_ids": ids, "loss_mask": [int(i >= first) for i in range(4200)]}) + "\n")
+    what = (*arguments, *EAGLE3, f"data.path={path}", "data.held_out=0", "train.max_steps=1", "train.objective.ttt_steps=1")
+    for length in ("null", "5000"):
+        out_dir = tmp_path / length
+        done = cli(*what, f"data.max_length={length}", f"out_dir={out_dir}")
+        assert done.code == 0, done.err
+        (row,) = rows_of(out_dir / "metrics.jsonl")
+        assert row["supervised_tokens"] > 96, "the long one is among the four of the step"
+        assert "1 rows were left out: 1 nothing supervised within max_length=4096" in done.out
+
+
 def test_without_held_out_samples(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """Nothing is measured, there is no best, and the last checkpoint is the one to decode with."""
     out_dir = tmp_path / "run"
@@ -976,6 +1060,33 @@ def test_a_run_is_not_overwritten_nor_resumed_as_another(trained: Fitted, argume
     assert contents(out_dir) == before
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "checkpoints"])
+def test_the_files_of_others_are_left_alone(name: str, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """A directory without run.json that holds what a run would write is somebody's: one line, and all is as it was."""
+    out_dir = tmp_path / "mine"
+    out_dir.mkdir()
+    (out_dir / "notes.txt").write_text("mine")
+    if name == "checkpoints":
+        (out_dir / name).mkdir()
+        (out_dir / name / "step-00000001").write_text("mine")
+    else:
+        (out_dir / name).write_text('{"mine": true}\nno row of a run\n')
+    before = contents(out_dir)
+    where = (*arguments, *EAGLE3, "train.max_steps=1", f"out_dir={out_dir}")
+    assert f"holds {name}, which is of no run of ours; give another out_dir=" in cli(*where).error
+    assert "holds no run" in cli(*where, "resume=true").error
+    assert contents(out_dir) == before
+
+
+def test_a_marker_that_cannot_be_read_is_named(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for text in ("", "mine", "[1]"):
+        (tmp_path / "run" / "run.json").write_text(text)
+        error = cli(*arguments, *EAGLE3, f"out_dir={tmp_path / 'run'}", "resume=true").error
+        assert "run.json: cannot be read" in error
+        assert contents(tmp_path / "run") == {"run.json": text.encode()}
+
+
 def test_a_finished_script_is_resumed_further(trained: Fitted, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """To no effect, and then for more steps, with a note that the learning rate is another."""
     out_dir = tmp_path / "copy"
@@ -1018,6 +1129,26 @@ def test_a_warm_start(trained: Fitted, trained_eagle: Path, arguments: list[str]
     same(before, after, 1e-5)
     (row,) = rows_of(out_dir / "metrics.jsonl")
     assert row["val_loss"] == pytest.approx(rows_of(trained[0] / "metrics.jsonl")[-1]["val_loss"], rel=1e-4)
+
+
+def test_a_warm_start_passes_nothing_over(trained: Fitted, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
+    """A key of train.drafter that the checkpoint has otherwise is named, with both values; no directory is taken."""
+    out_dir = tmp_path / "run"
+    warm = (*arguments, *EAGLE3, "train.max_steps=1", f"checkpoint={trained[0] / 'last'}", f"out_dir={out_dir}")
+    for case, words in (
+        ("norm_output=true", ("norm_output is True", "norm_output=False")),
+        ("norm_before_residual=true", ("norm_before_residual is True",)),
+        ("fc_norm=true", ("fc_norm is True",)),
+        ("layer_type=qwen3", ("layer_type is qwen3", "layer_type=llama")),
+        ("draft_vocab_size=50", ("draft_vocab_size is 50", "draft_vocab_size=100")),
+        ("draft_vocab_size=320", ("draft_vocab_size is 320", "draft_vocab_size=100")),
+        ("eagle_aux_hidden_state_layer_ids=[0,4]", ("eagle_aux_hidden_state_layer_ids is [0, 4]",)),
+        ("geometry={intermediate_size: 96}", ("geometry", "intermediate_size", "96")),
+    ):
+        error = cli(*warm, f"train.drafter.{case}").error
+        assert f"train.drafter.{case.partition('=')[0]} is " in error
+        assert all(word in error for word in words), f"{case}: {error}"
+        assert not out_dir.exists()
 
 
 # ------------------------------------------------------------------------------------------ processes that end

@@ -10,6 +10,7 @@ The first line of `out` is a header that says how it was made; then one line per
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -97,9 +98,13 @@ def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
         if not resume:
             raise ValueError(f"{path} exists; give another out=, or resume=true to go on with it")
         first = path.read_bytes().partition(b"\n")
-        if first[0] and not first[0].startswith(b'{"header": '):
+        before = None
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            before = json.loads(first[0])["header"]
+        cut_short = not first[1] and b'{"header": '.startswith(first[0][:11])
+        if before is None and not cut_short:
             raise ValueError(f"resume=true, but {path} is not of this script; give another out=")
-        if first[1] and json.loads(first[0])["header"] != json.loads(json.dumps(header)):
+        if before is not None and before != json.loads(json.dumps(header)):
             raise ValueError(f"resume=true, but {path} was begun with other settings; use the same, or another out=")
     rows = track.Rows(path)
     if not rows.rows:

@@ -319,8 +319,9 @@ class Artifacts:
             raise ValueError(f"features.path={directory}: no such directory")
         manifest = _read_manifest(self.directory) if (self.directory / "manifest.json").exists() else {}
         stored = layer_ids if not manifest else manifest.get("layer_ids")
-        if stored is not None and (not isinstance(stored, list | tuple) or not all(type(layer) is int for layer in stored)):
-            raise ValueError(f"{directory}: layer ids {stored!r} must be a list of numbers, such as [2, 15, 27, 30]")
+        for ids in (layer_ids, stored):
+            if ids is not None and (not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids)):
+                raise ValueError(f"{directory}: layer ids {ids!r} must be a list of numbers, such as [2, 15, 27, 30]")
         if layer_ids is not None and sorted(set(layer_ids)) != sorted(set(stored or ())):
             raise ValueError(
                 f"features.layer_ids={list(layer_ids)}, and the manifest of {directory} says {stored}; leave it out"
