@@ -23,7 +23,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 demo: $(VENV)/.done
 	$(RUN) train/eagle.py model=llama train.max_steps=300 data.limit=420 out_dir=$(OUT)/drafter
 	$(RUN) eval/run.py -m method=none,ngram,suffix limit=18 sampling.max_tokens=64 out_dir=$(OUT)
-	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter limit=18 sampling.max_tokens=64 out_dir=$(OUT)/3-method_eagle3
+	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter limit=18 sampling.max_tokens=64 out_dir=$(OUT)/3-eagle3
 	$(RUN) eval/compare.py $(OUT)/[0-9]*/ --out $(OUT)
 
 ## make drafter     the EAGLE-3 drafter of the README: the whole demo recipe, and its acceptance on the demo prompts

@@ -82,7 +82,9 @@ def cli(tmp_path: Path) -> Cli:
 def start(*arguments: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(EVAL / "run.py"), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env={**os.environ, **OFFLINE, **env}, **pipes)
+    # a suite that runs in the background of a shell has Ctrl-C ignored, and its children would too
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=cwd, env={**os.environ, **OFFLINE, **env}, preexec_fn=listen, **pipes)
 
 
 def ended(process: subprocess.Popen[str]) -> Done:
