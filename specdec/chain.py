@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -31,7 +31,6 @@ from specdec.training.losses import Teacher
 
 PREFILL_CHUNK = 512
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # query [A, H, W], key and value [N, G, W] -> [A, H, W]
-LOSS, HITS, OVERLAP, ROWS, JOINT, REACHED, CHAINS = range(7)  # columns of a step's sums; the first four are those of `losses`
 
 
 class Objective(Checked):
@@ -47,14 +46,8 @@ class Objective(Checked):
     ttt_steps: int = Field(7, ge=1)
     ttt_step_loss_decay: float = Field(0.8, gt=0)
     ttt_warmup: float = Field(0.0, ge=0, le=1)
-    loss: dict[str, float] = Field({"ce": 1.0})
+    loss: losses.Terms = Field({"ce": 1.0})
     mask_outside_vocab: bool = True
-
-    @field_validator("loss")
-    @classmethod
-    def _known(cls, loss: dict[str, float]) -> dict[str, float]:
-        losses.check_terms(loss)
-        return loss
 
     def steps_at(self, progress: float) -> int:
         return 1 if progress < self.ttt_warmup else self.ttt_steps

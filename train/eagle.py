@@ -64,7 +64,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     at_least("data.held_out", cfg["data"]["held_out"], 0)
     at_least("eval.num_prompts", cfg["eval"]["num_prompts"], 0)
     at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
-    at_least("num_threads", cfg["num_threads"] or (1 if cfg["num_threads"] is None else 0), 1)
+    at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
     out_dir = Path(cfg["out_dir"])
     track.refuse_taken(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
@@ -80,12 +80,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         device = processes.device
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", str(device), model["revision"])
-    given, most = cfg["data"], target.max_model_len
-    loaded = data.load(
-        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, min(given["max_length"] or most, most), given["limit"],
-        given["split"],
-        **(given["template_kwargs"] or {}),
-    )  # fmt: skip
+    given = cfg["data"]
+    loaded = data.load_group(given, target)
     if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
         report.show(
             f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "

@@ -28,7 +28,7 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.target import CausalLM
     from specdec.training import data, features
 
-    model, given, out_dir = cfg["model"], cfg["data"], Path(cfg["out_dir"])
+    model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["shard_mb"] < 0:
         raise ValueError(f"shard_mb={cfg['shard_mb']}: give the size of a file, or 0 for a file per sample")
     if cfg["layout"] not in ("shards", "vllm"):
@@ -37,12 +37,7 @@ def run(cfg: dict[str, Any]) -> None:
         track.refuse_taken(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
-    most = target.max_model_len
-    loaded = data.load(
-        given["path"] or data.DEMO, target.tokenizer, target.vocab_size, min(given["max_length"] or most, most), given["limit"],
-        given["split"],
-        **(given["template_kwargs"] or {}),
-    )  # fmt: skip
+    loaded = data.load_group(cfg["data"], target)
     if loaded.skipped:
         report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")
     layers = cfg["layer_ids"] if cfg["layer_ids"] is not None else Architecture().layers(target.num_layers)

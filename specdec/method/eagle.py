@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -44,17 +44,11 @@ class Objective(Checked):
     what: ClassVar[str] = "train.objective key"
 
     smooth_l1: float = Field(1.0, ge=0)
-    loss: dict[str, float] = Field({"ce": 0.1})
+    loss: losses.Terms = Field({"ce": 0.1})
     feature_noise: float = Field(0.2, ge=0)
 
     ttt_step_loss_decay: ClassVar[float] = 1.0
     mask_outside_vocab: ClassVar[bool] = False
-
-    @field_validator("loss")
-    @classmethod
-    def _known(cls, loss: dict[str, float]) -> dict[str, float]:
-        losses.check_terms(loss)
-        return loss
 
     def steps_at(self, progress: float) -> int:
         return 1

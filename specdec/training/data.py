@@ -45,6 +45,11 @@ class Sample:
     mask_n: np.ndarray
     part_of: str | None = None
 
+    @property
+    def num_supervised(self) -> int:
+        """Supervised tokens that some row can predict: the first two of a document have none."""
+        return int(self.mask_n[2:].sum())
+
 
 class UnstableTemplate(ValueError):
     """A template that renders an assistant's turn differently once later turns follow."""
@@ -222,6 +227,20 @@ def load(
     if not loaded.samples:
         raise ValueError(f"{source}: no row can be trained on ({loaded.said or 'it is empty'})")
     return loaded
+
+
+def load_group(given: dict[str, Any], target: Any) -> Loaded:
+    """`load` with the keys of the `data` group; no sample is longer than the target can see."""
+    most = target.max_model_len
+    return load(
+        given["path"] or DEMO,
+        target.tokenizer,
+        target.vocab_size,
+        min(given["max_length"] or most, most),
+        given["limit"],
+        given["split"],
+        **(given["template_kwargs"] or {}),
+    )
 
 
 def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:

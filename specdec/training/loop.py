@@ -135,13 +135,13 @@ def fit(
         while run.step < run.num_steps and not stopping:
             began = time.perf_counter()
             picked = [samples[i] for i in data.picks(run.step, len(samples), settings.global_batch_size, seed)]
-            supervised = sum(int(sample.mask_n[2:].sum()) for sample in picked)
+            supervised = sum(sample.num_supervised for sample in picked)
             micro_batches = run.share(picked)
             for place, micro in enumerate(micro_batches):
                 ready = time.perf_counter()
                 batch = source(micro)
                 if settings.loss_normalization == "samples":
-                    own = np.array([max(int(sample.mask_n[2:].sum()), 1) for sample in micro])
+                    own = np.array([max(sample.num_supervised, 1) for sample in micro])
                     batch.weight_B = supervised / len(picked) / own
                 computed = time.perf_counter()
                 window.features_s += computed - ready
@@ -290,8 +290,7 @@ class _Run:
                 f"give a multiple of {self.world}"
             )
         self.model = self._spread(drafter)
-        self.names = [name for name, p in drafter.named_parameters() if p.requires_grad]
-        parameters = [p for p in drafter.parameters() if p.requires_grad]
+        parameters = [parameter for _, parameter in self._trained()]
         self.optimizer = torch.optim.AdamW(
             parameters, settings.lr, (settings.adam_beta1, settings.adam_beta2), weight_decay=settings.weight_decay
         )
@@ -378,7 +377,7 @@ class _Run:
             with self.autocast():
                 loss, own = self.model(source(part))
             total, sums = total + loss, sums + own
-            count += sum(int(sample.mask_n[2:].sum()) for sample in part)
+            count += sum(sample.num_supervised for sample in part)
         self.model.train()
         found = per_step(sums.cpu().tolist())  # type: ignore[attr-defined]
         return {"val_loss": float(total) / max(count, 1)} | {f"val_{key}": value for key, value in found.items()}

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 TERMS = ("ce", "kl", "tv")
@@ -44,8 +45,8 @@ class Teacher:
     count_Q: Tensor
 
 
-def check_terms(terms: dict[str, float]) -> None:
-    """Raise ValueError for a mix that is not one of known terms with weights that are not negative, some positive."""
+def check_terms(terms: dict[str, float]) -> dict[str, float]:
+    """The mix itself; ValueError if it is not one of known terms with weights that are not negative, some positive."""
     for name, weight in terms.items():
         if name not in TERMS:
             raise ValueError(f"loss {name!r} is not known; use {', '.join(TERMS)}, or a mix such as {{ce: 0.1, tv: 0.9}}")
@@ -53,6 +54,10 @@ def check_terms(terms: dict[str, float]) -> None:
             raise ValueError(f"loss {name!r} has weight {weight}; it must be a number that is not negative")
     if not any(terms.values()):
         raise ValueError(f"loss {terms}: no term has a positive weight")
+    return terms
+
+
+Terms = Annotated[dict[str, float], AfterValidator(check_terms)]  # of a recipe, checked when it is read
 
 
 def distill(
