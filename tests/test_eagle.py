@@ -337,10 +337,10 @@ class InWords:
         if self.config["fc_norm"]:
             x = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(x.chunk(hidden_NTD.shape[1], 1))], 1)
         g = self.linear(x, "fc")
-        normed = self.norm(g, "midlayer.hidden_norm")
-        both = torch.cat([self.norm(embedding, "midlayer.input_layernorm"), normed], 1)
-        u = (normed if self.config["norm_before_residual"] else g) + self.attention(both, "midlayer.self_attn")
-        g = u + self.mlp(self.norm(u, "midlayer.post_attention_layernorm"), "midlayer.mlp")
+        normed = self.norm(g, "layers.0.hidden_norm")
+        both = torch.cat([self.norm(embedding, "layers.0.input_layernorm"), normed], 1)
+        u = (normed if self.config["norm_before_residual"] else g) + self.attention(both, "layers.0.self_attn")
+        g = u + self.mlp(self.norm(u, "layers.0.post_attention_layernorm"), "layers.0.mlp")
         out = self.norm(g, "norm")
         return out, out if self.config["norm_output"] else g
 
@@ -823,8 +823,8 @@ def test_a_checkpoint_comes_back_as_it_was(variant: str, tmp_path: Path) -> None
 
 def test_tensors_that_do_not_fit(tmp_path: Path, one_line: Any) -> None:
     """One renamed, one of another shape, one missing, one too many."""
-    bad = "midlayer.self_attn.q_prj.weight"
-    key = "midlayer.self_attn.q_proj.weight"
+    bad = "layers.0.self_attn.q_prj.weight"
+    key = "layers.0.self_attn.q_proj.weight"
     changes: dict[str, tuple[Any, tuple[str, ...]]] = {
         "renamed": (lambda x: x.update({bad: x.pop(key)}), (bad, f"did you mean '{key}'")),
         "shape": (lambda x: x.update({key: x[key][:-1].contiguous()}), (key, "[63, 128]", "[64, 128]")),

@@ -1,6 +1,6 @@
 """The native checkpoint: config.json, model.safetensors, provenance.json and a model card, in one directory.
 
-Tensor names and config keys are those of the EAGLE family's raw format where it has them (`fc.weight`, `midlayer.*`, `d2t`,
+Tensor names and config keys are those of the EAGLE family's raw format where it has them (`fc.weight`, `layers.0.*`, `d2t`,
 ...). Nothing in the directory is executed or unpickled.
 """
 

@@ -111,13 +111,13 @@ class Eagle3(ChainDrafter):
         self.input_norm = LlamaRMSNorm(taps * width, eps) if architecture.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in range(taps)) if architecture.fc_norm else None
         self.fc = nn.Linear(taps * width, width, bias=False)
-        self.midlayer = Layer(shape, architecture)
+        self.layers = nn.ModuleList([Layer(shape, architecture)])
         self.norm = LlamaRMSNorm(width, eps)
         return shape
 
     @property
     def attention(self) -> Attention:  # type: ignore[override]
-        return self.midlayer.self_attn
+        return self.layers[0].self_attn  # type: ignore[return-value]
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
         x = hidden_NTD.flatten(1).to(self.dtype)
@@ -133,7 +133,7 @@ class Eagle3(ChainDrafter):
     def step(
         self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        state = self.midlayer(embedding_ND, hidden_ND, *self.cos_sin(position_N), attend, rows)
+        state = self.layers[0](embedding_ND, hidden_ND, *self.cos_sin(position_N), attend, rows)
         normed = self.norm(state)
         return normed, normed if self.norm_output else state
 
