@@ -453,9 +453,9 @@ class ChainDrafter(nn.Module):
                 index = torch.full((self.target.vocab_size,), -1, dtype=torch.int64, device=self.target.device)
                 index[self.vocab_ids] = torch.arange(len(self.vocab_ids), device=self.target.device)
                 self.shared["draft_index"] = index
-        label = batch.argmax_N[place]
+        label, token = batch.argmax_N[place], batch.token_N[place + 1]
         if self.vocab_ids is not None:
-            label = self.shared["draft_index"][label]
+            label, token = self.shared["draft_index"][label], self.shared["draft_index"][token]
         last = batch.hidden([self.target.num_layers])[:, 0][place]
         with torch.autocast(last.device.type, enabled=False):
             state_QD = self.target.final_norm(last.to(self.target.dtype))
@@ -465,7 +465,7 @@ class ChainDrafter(nn.Module):
         if self.objective.mask_outside_vocab:
             count_Q = count_Q * (label >= 0)
         weight_VD, bias_V = self.shared["head"]
-        return Teacher(state_QD, weight_VD, bias_V, self.target.cap, batch.logsumexp_N[place], label, count_Q)
+        return Teacher(state_QD, weight_VD, bias_V, self.target.cap, batch.logsumexp_N[place], label, token, count_Q)
 
     def _chains(self, hits: list[Tensor], plan: unroll.Plan) -> Tensor:
         """[K, 3] per step: rows whose tokens were all hits up to here, rows whose earlier ones were, and rows with all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ MIXES = [
     {"ce": 0.3, "kl": 0.2, "tv": 0.5},
     {"kl": 0.0, "tv": 2.0},
     {"ce": 1.0, "kl": 1.5},
+    {"ce": 0.5, "nll": 0.5},
+    {"tv": 0.5, "nll": 2.0},
 ]
 CAPS = {
     "plain": lambda logits: logits,
@@ -49,7 +52,7 @@ class Case:
         count_Q = (label_Q >= 0) * torch.from_numpy(rng.choice([0.0, 0.25, 1.0], num_taught)).float()
         self.teacher = Teacher(
             state_QD, self.whole_VD[self.ids], self.bias_V[self.ids] if bias else None, CAPS[cap],
-            self.logits_QV.logsumexp(-1), label_Q, count_Q,
+            self.logits_QV.logsumexp(-1), label_Q, index[torch.from_numpy(rng.integers(0, VOCAB, num_taught))], count_Q,
         )  # fmt: skip
         shares = (1.0, 0.7, 0.4, 0.0)  # rows of every step; the last has none
         self.taught = [np.flatnonzero(rng.random(num_taught) < share) for share in shares]
@@ -57,11 +60,13 @@ class Case:
         self.weight_VD = torch.randn(num_draft, WIDTH, generator=noise)
         self.step_weight = [0.8**k for k in range(len(shares))]
 
-    def run(self, function: Any, terms: dict[str, float], frozen: bool = False, scale: float = 1.0) -> dict[str, Tensor]:
+    def run(
+        self, function: Any, terms: dict[str, float], frozen: bool = False, scale: float = 1.0, cap: Any = None
+    ) -> dict[str, Tensor]:
         """The loss, its sums and hits, and the gradients of `scale` x loss by name."""
         weight = self.weight_VD.clone().requires_grad_(not frozen)
         hidden = [h.clone().requires_grad_() for h in self.hidden]
-        loss, sums, hits = function(hidden, self.taught, weight, self.teacher, self.step_weight, terms)
+        loss, sums, hits = function(hidden, self.taught, weight, self.teacher, self.step_weight, terms, cap)
         (scale * loss).backward()
         found = {"loss": loss.detach(), "sums": sums, "hits": torch.cat(hits)}
         found |= {f"gradient of step {k}": torch.zeros_like(h) if h.grad is None else h.grad for k, h in enumerate(hidden)}
@@ -94,6 +99,38 @@ def law(logits: Tensor) -> list[float]:
 def test_distill_is_the_readable_one(terms: dict[str, float], cap: str, bias: bool) -> None:
     case = Case(cap, bias)
     agree(case.run(losses.distill, terms), case.run(losses.readable_distill, terms))
+
+
+def tanh_cap(logits: Tensor) -> tuple[Tensor, Tensor]:
+    capped = torch.tanh(logits / 3) * 3
+    return capped, 1 - (capped / 3) ** 2
+
+
+@pytest.mark.parametrize("terms", MIXES, ids=str)
+def test_what_the_drafter_does_to_its_logits_has_a_slope(terms: dict[str, float]) -> None:
+    case = Case()
+    agree(case.run(losses.distill, terms, cap=tanh_cap), case.run(losses.readable_distill, terms, cap=tanh_cap))
+
+
+def test_the_data_alone_teach_without_the_target() -> None:
+    """nll: the same loss, hits and gradients, with the target's law left out or never there; its overlap is not known then."""
+    case, terms = Case(), {"nll": 1.0}
+    want = case.run(losses.readable_distill, terms)
+    assert not losses.need_law(terms)
+    whole = case.teacher
+    for teacher in (whole, dataclasses.replace(whole, state_QD=None, weight_VD=None, logsumexp_Q=None)):
+        case.teacher = teacher
+        got = case.run(losses.distill, terms)
+        taught = [len(places) > 0 for places in case.taught]
+        assert got["sums"][taught, losses.OVERLAP].isnan().all()
+        agree(
+            got | {"sums": got["sums"][:, [losses.LOSS, losses.HITS, losses.ROWS]]},
+            want | {"sums": want["sums"][:, [losses.LOSS, losses.HITS, losses.ROWS]]},
+        )
+    case.teacher = whole
+    with torch.no_grad():  # as when it is validated
+        sums = losses.distill(case.hidden, case.taught, case.weight_VD, whole, case.step_weight, terms)[1]
+    torch.testing.assert_close(sums, want["sums"])
 
 
 @pytest.mark.parametrize(("block", "strip"), [(1, 1), (300, 40), (300, 10**6), (1000, 60), (10**6, 100)])
@@ -272,7 +309,9 @@ def test_logits_of_all_rows_never_exist_at_once(dtype: torch.dtype, monkeypatch:
     noise = torch.Generator().manual_seed(0)
     state_QD, head_VD = torch.randn(num_rows, width, generator=noise), torch.randn(num_draft, width, generator=noise)
     label_Q = torch.zeros(num_rows, dtype=torch.int64)
-    teacher = Teacher(state_QD, head_VD, None, lambda x: x, torch.full((num_rows,), 20.0), label_Q, torch.ones(num_rows))
+    teacher = Teacher(
+        state_QD, head_VD, None, lambda x: x, torch.full((num_rows,), 20.0), label_Q, label_Q, torch.ones(num_rows)
+    )
     taught = [np.arange(num_rows - k) for k in range(3)]
     hidden = [state_QD[: len(places)].clone().requires_grad_() for places in taught]
     weight = head_VD.clone().requires_grad_()

@@ -5,11 +5,17 @@ p+2; at step k it sees token p+1+k and its own state of step k-1, stands at posi
 supervised at step k if and only if the target generated token p+2+k. At step k a row attends to the keys of step 0 up to
 itself, and to its own keys of steps 1 to k.
 
-Shape letters: N tokens of a batch, A rows that take part, H query heads, G key heads, W width of a head.
+A drafter that makes all its tokens at once from mask tokens (PARD, P-EAGLE) has the same rows: its k-th mask token sees what
+the row saw and the mask tokens before it. A causal LM that reads tokens alone predicts token p+1+k there: its lead is 1.
+
+Shape letters: N tokens of a batch, A rows that take part, H query heads, G key heads, W width of a head. Values may be of
+another width than keys.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +52,22 @@ class Plan:
     first_A: np.ndarray  # of every token of the batch, where its document begins
 
 
-def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int) -> Plan:
-    """Rows of every step for documents of these lengths, laid end to end, and their loss mask."""
+def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int, lead: int = 2, reach_N: np.ndarray | None = None) -> Plan:
+    """Rows of every step for documents of these lengths, laid end to end, and their loss mask.
+
+    lead: row p predicts token p + lead + k at step k; reach_N: the number of steps that a row takes part in, if not in all.
+    """
     first_N = np.repeat(np.cumsum(length_B) - length_B, length_B)
     generated = np.flatnonzero(mask_N)
     within = generated - first_N[generated]
-    generated, within = generated[within >= 2], within[within >= 2]
-    predict = [generated[within >= 2 + k] - 2 - k for k in range(num_steps)]
+    generated, within = generated[within >= lead], within[within >= lead]
+    taught, predict = [], []
+    for k in range(num_steps):
+        place = np.flatnonzero(within >= lead + k)
+        if reach_N is not None:
+            place = place[reach_N[generated[place] - lead - k] > k]
+        taught.append(place)
+        predict.append(generated[place] - lead - k)
     steps: list[Step] = []
     for k in range(num_steps):
         rows = np.unique(np.concatenate(predict[k:]))
@@ -65,11 +80,27 @@ def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int) -> Plan:
                 rows=rows,
                 kept=np.searchsorted(steps[-1].rows, rows) if k else None,
                 supervised=np.searchsorted(rows, predict[k]),
-                taught=np.flatnonzero(within >= 2 + k),
+                taught=taught[k],
                 hit_before=before,
             )
         )
     return Plan(steps, generated - 1, first_N)
+
+
+def reach(
+    names: Sequence[str], length_B: np.ndarray, num_steps: int, ratio: float, least: float, seed: int | str
+) -> np.ndarray:
+    """[N] the number of steps that each row takes part in, when step k keeps `max(ratio^k, least)` of the rows, and none that the
+    step before did not have: COD sub-sampling (PARD, 2504.18583).
+
+    Drawn by the sample's name, so that it does not matter in which batch or process it is. ratio 1 keeps all.
+    """
+    kept_K = np.maximum(ratio ** np.arange(num_steps), least)
+    parts = []
+    for name, length in zip(names, length_B.tolist(), strict=True):
+        order = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode())).permutation(length)
+        parts.append((order[:, None] < np.ceil(kept_K * length)).sum(1))
+    return np.concatenate(parts)
 
 
 def blocks(rows: np.ndarray, first_N: np.ndarray) -> list[tuple[int, int, int, int]]:
@@ -108,7 +139,7 @@ class _Attention(torch.autograd.Function):
         own_key, own_value = own[:steps], own[steps:]
         # the row's own keys: one score per step
         own_score = [(q * k.unsqueeze(2)).sum(-1).float() for k in own_key]
-        out, lse = q.new_empty(q.shape), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        out, lse = q.new_empty((*q.shape[:3], value.shape[2])), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         row_A = torch.from_numpy(rows).to(q.device)
         for a, b, first, last in blocks(rows, first_N):
             score = _scores(q[a:b], key[first:last], row_A[a:b] - first)
@@ -126,7 +157,7 @@ class _Attention(torch.autograd.Function):
             lse[a:b] = _unfold(top + total.log(), b - a)
         ctx.save_for_backward(query, key, value, out, lse, *own)
         ctx.rest = rows, first_N, scaling
-        return out.view(num_rows, num_heads, width)
+        return out.view(num_rows, num_heads, -1)
 
     @staticmethod
     @once_differentiable
@@ -136,11 +167,11 @@ class _Attention(torch.autograd.Function):
         num_rows, num_heads, width = query.shape
         groups, steps = key.shape[1], len(own) // 2
         q = (query * scaling).view(num_rows, groups, num_heads // groups, width)
-        grad = grad.reshape(q.shape).to(q.dtype)
+        grad = grad.reshape(out.shape).to(q.dtype)
         centre = (grad.float() * out.float()).sum(-1)  # what softmax takes off every weight's gradient
         grad_q = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         grad_key = torch.zeros(key.shape, dtype=torch.float32, device=q.device)
-        grad_value = torch.zeros_like(grad_key)
+        grad_value = torch.zeros(value.shape, dtype=torch.float32, device=q.device)
         row_A = torch.from_numpy(rows).to(q.device)
         for a, b, first, last in blocks(rows, first_N):
             score = _scores(q[a:b], key[first:last], row_A[a:b] - first)
