@@ -399,6 +399,7 @@ class ChainDrafter(nn.Module):
         teacher = self.teacher(batch, plan)
         weights = [self.objective.ttt_step_loss_decay**k for k in range(num_steps)]
         head = teacher.weight_VD if self.lm_head is None else self.lm_head.weight
+        assert head is not None
         total, sums, hits = losses.distill(
             supervised, [step.taught for step in plan.steps], head, teacher, weights, self.objective.loss
         )

@@ -208,7 +208,9 @@ def test_the_loss_in_words(terms: dict[str, float]) -> None:
             ce = -sum(a * np.log(b) for a, b in zip(p, q, strict=True))
             kl = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
             tv = 0.5 * sum(abs(a - b) for a, b in zip(p, q, strict=True))
-            loss = terms.get("ce", 0) * ce + terms.get("kl", 0) * kl + terms.get("tv", 0) * tv
+            said = int(case.teacher.token_Q[place])
+            nll = -np.log(q[said]) if said >= 0 else 0.0
+            loss = sum(terms.get(name, 0) * x for name, x in (("ce", ce), ("kl", kl), ("tv", tv), ("nll", nll)))
             # what rejection sampling accepts: a token that can't be drafted has q = 0
             overlap = sum(min(whole[token], b) for token, b in zip(case.ids.tolist(), q, strict=True))
             hit = case.ids[int(np.argmax(q))] == case.logits_QV[place].argmax()

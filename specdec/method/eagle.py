@@ -111,5 +111,6 @@ class Eagle(ChainDrafter):
 
     def regression(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
         own = self._index(plan.steps[0].taught)
+        assert teacher.state_QD is not None
         gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[own].to(state_MD.dtype), reduction="none").mean(-1)
         return total + self.objective.smooth_l1 * (gap_M * teacher.count_Q[own]).sum()

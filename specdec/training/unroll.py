@@ -90,8 +90,8 @@ def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int, lead: int = 2
 def reach(
     names: Sequence[str], length_B: np.ndarray, num_steps: int, ratio: float, least: float, seed: int | str
 ) -> np.ndarray:
-    """[N] the number of steps that each row takes part in, when step k keeps `max(ratio^k, least)` of the rows, and none that the
-    step before did not have: COD sub-sampling (PARD, 2504.18583).
+    """[N] the number of steps that each row takes part in, when step k keeps `max(ratio^k, least)` of the rows, and none that
+    the step before did not have: COD sub-sampling (PARD, 2504.18583).
 
     Drawn by the sample's name, so that it does not matter in which batch or process it is. ratio 1 keeps all.
     """
