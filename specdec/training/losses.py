@@ -115,6 +115,8 @@ class _Distill(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             w, state = weight.detach().to(dtype), [h.detach().to(dtype) for h in hidden]
             if lawful:
+                assert teacher.state_QD is not None
+                assert teacher.weight_VD is not None
                 taught_states, taught_weight = teacher.state_QD.to(dtype), teacher.weight_VD.to(dtype)
             block = max(BLOCK // num_draft // (steps + 1), 1)
             for first in range(0, num_taught, block):

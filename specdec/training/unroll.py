@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
             lse[a:b] = _unfold(top + total.log(), b - a)
         ctx.save_for_backward(query, key, value, out, lse, *own)
         ctx.rest = rows, first_N, scaling
-        return out.view(num_rows, num_heads, -1)
+        return out.view(num_rows, num_heads, value.shape[2])
 
     @staticmethod
     @once_differentiable
