@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import config, hub, method, report, tasks
-from specdec.chain import ChainDrafter, Init
 from specdec.checkpoint import native
 from specdec.core import Request, SamplingParams
+from specdec.drafter import Drafter, Init
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
 from specdec.target import CausalLM
@@ -99,7 +99,7 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str]) -> dict[str, A
     if name == "extract_hidden_states":
         layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [target.num_layers]}}
         return {"method": name, "draft_model_config": layers, "shared_storage_path": directory}
-    if not issubclass(drafter, ChainDrafter):
+    if not issubclass(drafter, Drafter):
         return {"method": name}
     if name not in drafters:
         native.save(Path(directory), drafter.fresh(target, {}, Init()), {}, "")

@@ -13,6 +13,7 @@ that is neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,16 +35,17 @@ def round_up(n: int) -> int:
 class SlotCache:
     """K and V of every layer. Grows on demand; never shrinks."""
 
-    def __init__(self, layers: list[tuple[int, int]], dtype: torch.dtype, device: torch.device):
-        """layers: (kv_heads, head_dim) of each layer."""
-        self.layers, self.dtype, self.device = layers, dtype, device
+    def __init__(self, layers: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+        """layers: (kv_heads, head_dim) of each layer, or (kv_heads, width of keys, width of values)."""
+        self.layers = [(heads, widths[0], widths[-1]) for heads, *widths in layers]
+        self.dtype, self.device = dtype, device
         self.rows, self.slots = 0, 0
         self.key_RHSD: list[Tensor] = [torch.empty(0) for _ in layers]
         self.value_RHSD: list[Tensor] = [torch.empty(0) for _ in layers]
 
     def more_bytes(self, rows: int, slots: int) -> int:
         """Bytes that growing to that size takes."""
-        per_slot = sum(2 * heads * width for heads, width in self.layers) * self.dtype.itemsize
+        per_slot = sum(heads * (of_key + of_value) for heads, of_key, of_value in self.layers) * self.dtype.itemsize
         grown = max(rows, self.rows) * max(round_up(slots), self.slots)
         return per_slot * (grown - self.rows * self.slots)
 
@@ -52,10 +54,10 @@ class SlotCache:
         rows, slots = max(rows, self.rows), max(round_up(slots), self.slots)
         if (rows, slots) == (self.rows, self.slots):
             return
-        for store in (self.key_RHSD, self.value_RHSD):
-            for i, (heads, width) in enumerate(self.layers):
+        for which, store in enumerate((self.key_RHSD, self.value_RHSD)):
+            for i, (heads, *widths) in enumerate(self.layers):
                 # zeros, not empty: a masked slot counts 0 times its value, and 0 times NaN is NaN
-                grown = torch.zeros(rows, heads, slots, width, dtype=self.dtype, device=self.device)
+                grown = torch.zeros(rows, heads, slots, widths[which], dtype=self.dtype, device=self.device)
                 if self.rows:
                     grown[: self.rows, :, : self.slots] = store[i]
                 store[i] = grown
@@ -133,14 +135,17 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    window: Window | None = None,
+    window: Any = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over a SlotCache.
 
     query: [1, heads, N, head_dim]; key, value: [1, kv_heads, N, head_dim]. Writes K and V to their slots, then attends
     over the rows' slots. Query heads that share a KV head are folded into one matrix, so K and V are never repeated.
+    window: the tokens of the forward; or, in training, what stands in for all of this.
     """
+    if callable(window):
+        return window(module, query, key, value, scaling, sliding_window, softcap), None
     assert window is not None, "this model was loaded for the engine: call it through specdec.target"
     if unused.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} uses attention sinks, which the engine does not know; use another target")

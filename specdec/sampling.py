@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core import SamplingParams
+from specdec.core import GREEDY_BELOW, SamplingParams
 
 # streams: noise that judges a draft must be independent of the noise that drew it, and of what seeds were made from
 VERIFY, DRAFT, SEED = 0, 1, 2
@@ -150,3 +150,15 @@ def adjust(
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
         logits_BJV[:, j] = logits - frequency * output_BV - presence * (output_BV > 0)
     return logits_BJV
+
+
+def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """How every drafter chooses: [B] tokens, and the law [B, V] that they were drawn from. Without uniforms the argmax, at
+    every temperature (its law is one-hot, and not written down); with them by inverse CDF from softmax(logits / T)."""
+    best_B = logits_BV.max(-1).indices  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
+    if uniform_B is None:
+        return best_B, None
+    temperature_B1 = temperature_B.unsqueeze(1)
+    tempered_BV = logits_BV.float() / temperature_B1.clamp(min=GREEDY_BELOW)
+    q_BV = torch.where(temperature_B1 < GREEDY_BELOW, one_hot(best_B, logits_BV.shape[-1]), tempered_BV.softmax(-1))
+    return inverse_cdf(q_BV, uniform_B), q_BV

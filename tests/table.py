@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec import method, rejection
-from specdec.chain import Init
 from specdec.core import Context, Draft, Proposer, SamplingParams
+from specdec.drafter import Init
 from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
 from specdec.target import CausalLM, Output

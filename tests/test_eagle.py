@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import method, rejection
-from specdec.chain import PREFILL_CHUNK, ChainDrafter, Geometry, Init, Objective
+from specdec.chain import PREFILL_CHUNK, ChainDrafter, Geometry
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Request, SamplingParams
+from specdec.drafter import Init, Objective
 from specdec.engine import Engine
 from specdec.method import eagle
 from specdec.method.eagle import Eagle
@@ -363,9 +364,9 @@ def test_a_step_is_its_formula(variant: str) -> None:
         else:
             want = words.eagle(embedding, trained.target.final_norm(hidden_NTD[:, -1]))
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, count: int = count) -> Tensor:
             zeros = np.zeros(count, dtype=np.int64)
-            return unroll.readable_attention(query, key, value, [], [], np.arange(count), zeros, trained.attention.width**-0.5)
+            return unroll.readable_attention(query, key, value, [], [], np.arange(count), zeros, scaling)
 
         states = trained.step(trained.embed(batch.token_N[1:]), trained.fuse(hidden_NTD), torch.arange(count), attend)
         close(states, want, 1e-4)
@@ -741,7 +742,7 @@ def test_the_shape_is_the_targets_unless_given(name: str) -> None:
     for kind in (Eagle, Eagle3):
         fresh = kind.fresh(target, {"geometry": given}, Init())
         assert fresh.config["geometry"] == Geometry(**given).filled(target)
-        layer = kind(target, fresh, 2).attention
+        layer = kind(target, fresh, 2).layers[0].self_attn
         assert list(layer.q_proj.weight.shape) == [80, 64 * (2 if kind is Eagle3 else 1)]
         assert layer.k_proj.weight.shape[0] == 20
 

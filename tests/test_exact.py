@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from specdec import hub, tasks
 from specdec import method as method_of
-from specdec.chain import Init
 from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Request, SamplingParams
+from specdec.drafter import Init
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
 from specdec.target import CausalLM

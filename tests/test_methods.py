@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from specdec import method
-from specdec.chain import Init
 from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Context, Draft, Proposer, Request, SamplingParams
+from specdec.drafter import Init
 from specdec.llm import SpeculativeConfig
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, find_match, find_match_reference

@@ -29,11 +29,11 @@ from test_cli import OFFLINE, Cli, Done, call, contents, ended, rows_of
 from torch import Tensor
 
 from specdec import config, method, rejection, stats
-from specdec.chain import Init
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
 from specdec.core import Request, SamplingParams
+from specdec.drafter import Init
 from specdec.engine import Engine
 from specdec.target import CausalLM
 from specdec.training import data, loop, unroll

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.chain import Init, Objective
+from specdec.drafter import Init, Objective
 from specdec.method.eagle3 import Eagle3
 from specdec.target import CausalLM
 from specdec.training import data, features

@@ -42,9 +42,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from accelerate import PartialState
 
     from specdec import method, rejection, report, track
-    from specdec.chain import Init
     from specdec.checkpoint.native import Checkpoint
     from specdec.core import SamplingParams
+    from specdec.drafter import Init
     from specdec.target import CausalLM, choose_device
     from specdec.training import data, features, loop
 

@@ -28,25 +28,40 @@ FORMAT = "specdec-drafter"
 
 @dataclass
 class Checkpoint:
-    """A drafter at rest. target: facts about the model it was trained for; config: of the method's own; tensors: None for a
-    drafter whose weights are still to be drawn."""
+    """A drafter at rest. target: facts about the model it was trained for, as far as they are known; config: of the method's
+    own; tensors: None for a drafter whose weights are still to be drawn; embedding: the target's, if a foreign file brought a
+    copy."""
 
     method: str
     config: dict[str, Any]
     target: dict[str, Any]
     tensors: dict[str, Tensor] | None
     name: str = "a drafter in memory"
+    embedding: Tensor | None = None
 
     def check(self, method: str, target: CausalLM) -> None:
         """Raise ValueError, one line, if this is not a drafter of that method for that target."""
         if self.method != method:
             raise ValueError(f"{self.name} is a drafter of method {self.method!r}, not {method!r}; say method={self.method}")
         for key, value in facts(target).items():
-            if key != "name" and self.target.get(key) != value:
+            if key != "name" and self.target.get(key, value) != value:
+                trained = self.target.get("name", "another target")
                 raise ValueError(
-                    f"{self.name} was trained for {self.target.get('name')} ({key} {self.target.get(key)}), and the target "
+                    f"{self.name} was trained for {trained} ({key} {self.target[key]}), and the target "
                     f"{target.name} has {key} {value}; use the target that it was trained for"
                 )
+        if self.embedding is not None and not self._same_embedding(target):
+            raise ValueError(
+                f"{self.name} has an embedding of its own (embed_tokens.weight), which is not that of {target.name}; ours share "
+                "the target's: use the target that it was trained for, or one whose embedding was not trained"
+            )
+
+    def _same_embedding(self, target: CausalLM) -> bool:
+        """Equal but for the rounding of 16 bits, by which file and target may differ."""
+        assert self.embedding is not None
+        with torch.no_grad():
+            rows = target.embedding(torch.arange(target.vocab_size, device=target.device)).float().cpu()
+        return rows.shape == self.embedding.shape and torch.allclose(rows, self.embedding.float(), rtol=2**-7, atol=1e-6)
 
 
 def facts(target: CausalLM) -> dict[str, Any]:

@@ -18,10 +18,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.chain import Attend, Attention, ChainDrafter, Geometry
+from specdec.chain import Attend, ChainDrafter, Geometry, Layer
 from specdec.core import Checked
 from specdec.target import CausalLM
 from specdec.training import losses, unroll
@@ -47,21 +45,13 @@ class Objective(Checked):
     loss: losses.Terms = Field({"ce": 0.1})
     feature_noise: float = Field(0.2, ge=0)
 
-    ttt_step_loss_decay: ClassVar[float] = 1.0
     mask_outside_vocab: ClassVar[bool] = False
 
     def steps_at(self, progress: float) -> int:
         return 1
 
-
-class Layer(nn.Module):
-    """The decoder layer, without the norm that would come first."""
-
-    def __init__(self, shape: LlamaConfig):
-        super().__init__()
-        self.self_attn = Attention(shape, shape.hidden_size, qk_norm=False)
-        self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = LlamaMLP(shape)
+    def weights(self, num_steps: int) -> list[float]:
+        return [1.0] * num_steps
 
 
 class Eagle(ChainDrafter):
@@ -72,31 +62,21 @@ class Eagle(ChainDrafter):
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         return {"geometry": Architecture(**architecture).geometry.filled(target)}
 
-    def build(self, config: dict[str, Any]) -> LlamaConfig:
-        shape = Geometry(**config.get("geometry", {})).of(self.target)
+    def build(self, config: dict[str, Any]) -> None:
+        self.shape = Geometry(**config.get("geometry", {})).of(self.target)
         self.hidden_layers = (self.target.num_layers,)
-        self.fc = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
-        self.layers = nn.ModuleList([Layer(shape)])
-        return shape
-
-    @property
-    def attention(self) -> Attention:  # type: ignore[override]
-        return self.layers[0].self_attn  # type: ignore[return-value]
+        self.fc = nn.Linear(2 * self.shape.hidden_size, self.shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(self.shape, first_norm=False)])
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
-        """The last state after the target's final norm: what its output layer reads."""
-        with torch.no_grad(), torch.autocast(hidden_NTD.device.type, enabled=False):
-            state: Tensor = self.target.final_norm(hidden_NTD[:, -1].to(self.target.dtype))
-        return state.to(self.dtype)
+        return self.last_state(hidden_NTD[:, -1])
 
     def step(
         self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        layer: Any = self.layers[0]
         x = self.fc(torch.cat([embedding_ND, hidden_ND], -1))
-        x = (x if rows is None else x[rows]) + layer.self_attn(x, *self.cos_sin(position_N), attend, rows)
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return x, x
+        state = self.layers[0](x, *self.cos_sin(position_N), attend, rows)
+        return state, state
 
     def noised(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
         """Uniform noise on the states that are read, as in the published training code: less for longer sequences."""

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.chain import Attend, Attention, ChainDrafter, Geometry
+from specdec.chain import Attend, Attention, ChainDrafter, Geometry, Layer
 from specdec.core import Checked
 from specdec.target import CausalLM
 
@@ -30,8 +29,8 @@ class Architecture(Checked):
 
     eagle_aux_hidden_state_layer_ids: tapped layers (id i enters layer i); unless given, num_aux_hidden_states of them, for
     three 2, n/2 and n-3; draft_vocab_size: the most frequent tokens of the training data, or all (null); layer_type: `qwen3`
-    norms queries and keys; norm_before_fc: one norm over all tapped states; fc_norm: one over each; norm_output and
-    norm_before_residual: see above.
+    norms queries and keys; num_hidden_layers: those after the first are ordinary ones; norm_before_fc: one norm over all
+    tapped states; fc_norm: one over each; norm_output and norm_before_residual: see above.
     """
 
     what: ClassVar[str] = "train.drafter key"
@@ -40,6 +39,7 @@ class Architecture(Checked):
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     draft_vocab_size: int | None = Field(None, ge=1)
     layer_type: Literal["llama", "qwen3"] = "llama"
+    num_hidden_layers: int = Field(1, ge=1)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -67,8 +67,8 @@ class Architecture(Checked):
         return tuple(sorted(set(ids)))
 
 
-class Layer(nn.Module):
-    """The decoder layer: queries, keys and values come from embedding and state side by side."""
+class FirstLayer(nn.Module):
+    """A decoder layer whose queries, keys and values come from embedding and state side by side."""
 
     def __init__(self, shape: Any, architecture: Architecture):
         super().__init__()
@@ -102,22 +102,21 @@ class Eagle3(ChainDrafter):
             "geometry": given.geometry.filled(target),
         }
 
-    def build(self, config: dict[str, Any]) -> LlamaConfig:
+    def build(self, config: dict[str, Any]) -> None:
         architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = architecture.layers(self.target.num_layers)
-        shape = architecture.geometry.of(self.target)
-        width, eps, taps = shape.hidden_size, shape.rms_norm_eps, len(self.hidden_layers)
+        self.shape = architecture.geometry.of(self.target)
+        width, eps, taps = self.shape.hidden_size, self.shape.rms_norm_eps, len(self.hidden_layers)
         self.norm_output = architecture.norm_output
         self.input_norm = LlamaRMSNorm(taps * width, eps) if architecture.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in range(taps)) if architecture.fc_norm else None
         self.fc = nn.Linear(taps * width, width, bias=False)
-        self.layers = nn.ModuleList([Layer(shape, architecture)])
+        later = (Layer(self.shape, architecture.layer_type == "qwen3", i) for i in range(1, architecture.num_hidden_layers))
+        self.layers = nn.ModuleList([FirstLayer(self.shape, architecture), *later])
         self.norm = LlamaRMSNorm(width, eps)
-        return shape
 
-    @property
-    def attention(self) -> Attention:  # type: ignore[override]
-        return self.layers[0].self_attn  # type: ignore[return-value]
+    def slots(self) -> list[tuple[int, ...]]:
+        return super().slots() * len(self.layers)
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
         x = hidden_NTD.flatten(1).to(self.dtype)
@@ -133,7 +132,11 @@ class Eagle3(ChainDrafter):
     def step(
         self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        state = self.layers[0](embedding_ND, hidden_ND, *self.cos_sin(position_N), attend, rows)
+        place, last = self.cos_sin(position_N), len(self.layers) - 1
+        # every row of a layer is a key of the next one
+        state = self.layers[0](embedding_ND, hidden_ND, *place, attend, rows if last == 0 else None)
+        for i in range(1, len(self.layers)):
+            state = self.layers[i](state, *place, attend, rows if i == last else None)
         normed = self.norm(state)
         return normed, normed if self.norm_output else state
 

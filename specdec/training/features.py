@@ -55,28 +55,32 @@ class Features:
 @dataclass
 class Batch:
     """Samples laid end to end: N tokens. layers: the ids of the tapped layers. mask_N and length_B are on the host: which rows
-    take part is decided there, without waiting for the device. weight_B: what a token of each sample weighs, if not 1."""
+    take part is decided there, without waiting for the device. weight_B: what a token of each sample weighs, if not 1. Where
+    the target was not asked (`Tokens`), hidden_NTD and what follows from it are None."""
 
     ids: list[str]
     length_B: np.ndarray
     mask_N: np.ndarray
     layers: tuple[int, ...]
     token_N: Tensor
-    hidden_NTD: Tensor
-    argmax_N: Tensor
-    logsumexp_N: Tensor
+    hidden_NTD: Tensor | None
+    argmax_N: Tensor | None
+    logsumexp_N: Tensor | None
     weight_B: np.ndarray | None = None
 
     def hidden(self, layers: Sequence[int]) -> Tensor:
         """[N, len(layers), D]"""
+        assert self.hidden_NTD is not None, "this batch has tokens only"
         places = [self.layers.index(layer) for layer in layers]
         if places == list(range(places[0], places[0] + len(places))):
             return self.hidden_NTD[:, places[0] : places[0] + len(places)]
         return self.hidden_NTD[:, places]
 
 
-def lay_out(samples: Sequence[Sample], features: Sequence[Features], layers: tuple[int, ...], device: torch.device) -> Batch:
-    """One batch of samples and what the target thinks of them."""
+def lay_out(
+    samples: Sequence[Sample], features: Sequence[Features] | None, layers: tuple[int, ...], device: torch.device
+) -> Batch:
+    """One batch of samples and what the target thinks of them, if it was asked."""
 
     def join(parts: list[Any]) -> Tensor:
         return torch.cat(parts).to(device, non_blocking=True)
@@ -87,10 +91,20 @@ def lay_out(samples: Sequence[Sample], features: Sequence[Features], layers: tup
         mask_N=np.concatenate([sample.mask_n for sample in samples]),
         layers=layers,
         token_N=join([torch.from_numpy(sample.token_n) for sample in samples]),
-        hidden_NTD=join([own.hidden_nTD for own in features]),
-        argmax_N=join([own.argmax_n for own in features]),
-        logsumexp_N=join([own.logsumexp_n for own in features]),
+        hidden_NTD=None if features is None else join([own.hidden_nTD for own in features]),
+        argmax_N=None if features is None else join([own.argmax_n for own in features]),
+        logsumexp_N=None if features is None else join([own.logsumexp_n for own in features]),
     )
+
+
+class Tokens:
+    """No features: for a drafter that learns from what the target said alone, and never runs it."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        return lay_out(samples, None, (), self.device)
 
 
 class Online:

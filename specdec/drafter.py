@@ -1,0 +1,298 @@
+"""A trained module that reads the target's hidden states and drafts: its settings, its weights, its output layer, its life
+from a first random draw to a checkpoint. `specdec.chain` adds attention; `method/mlp.py` has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from specdec import linear
+from specdec.checkpoint import native
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import Checked, Context, Draft, Request
+from specdec.target import CausalLM
+from specdec.training import losses
+from specdec.training.learner import Learner
+
+
+class Objective(Checked):
+    """How the unrolled steps are weighed. Names after `speculators`, where it has them.
+
+    ttt_steps: unrolled steps; ttt_step_loss_decay: step k weighs decay^k; ttt_warmup: for this share of the run only one step
+    is unrolled; loss: weights of ce, kl, tv, nll; mask_outside_vocab: a row whose likeliest target token the drafter cannot
+    draft teaches nothing.
+    """
+
+    what: ClassVar[str] = "train.objective key"
+
+    ttt_steps: int = Field(7, ge=1)
+    ttt_step_loss_decay: float = Field(0.8, gt=0)
+    ttt_warmup: float = Field(0.0, ge=0, le=1)
+    loss: losses.Terms = Field({"ce": 1.0})
+    mask_outside_vocab: bool = True
+
+    def steps_at(self, progress: float) -> int:
+        return 1 if progress < self.ttt_warmup else self.ttt_steps
+
+    def weights(self, num_steps: int) -> list[float]:
+        return [self.ttt_step_loss_decay**k for k in range(num_steps)]
+
+
+class Init(Checked):
+    """What a new drafter begins with.
+
+    lm_head: the target's rows, or random; train_lm_head: false keeps them; scale_features: target states are divided by their
+    root mean square per dimension while training, since a few dimensions are hundreds of times larger than the rest; this is
+    folded into `fc` when the drafter is saved. Where a norm comes first it does nothing.
+    """
+
+    what: ClassVar[str] = "train.init key"
+
+    lm_head: Literal["target", "random"] = "target"
+    train_lm_head: bool = True
+    scale_features: bool = True
+
+    @model_validator(mode="after")
+    def _not_frozen_noise(self) -> Init:
+        if self.lm_head == "random" and not self.train_lm_head:
+            raise ValueError("train.init.lm_head=random and train_lm_head=false keep a random output layer; change one")
+        return self
+
+
+def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> None:
+    """Settings that every trained drafter has."""
+    if num_speculative_tokens < 1:
+        raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
+    if draft_sample_method not in ("greedy", "probabilistic"):
+        raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
+
+
+class Drafter(Learner):
+    """Settings as in vLLM. model: the directory of a checkpoint, a hub id, or a Checkpoint; draft_sample_method: `greedy`
+    (argmax at every temperature) or `probabilistic` (drawn at the request's temperature, the law recorded); max_model_len:
+    positions that a row may take, beyond which it is not drafted for.
+    """
+
+    name: ClassVar[str]
+    objective_type: ClassVar[type[Checked]] = Objective
+    needs_logits = False
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        target: CausalLM,
+        model: str | Checkpoint,
+        num_speculative_tokens: int,
+        draft_sample_method: str = "greedy",
+        max_model_len: int | None = None,
+        revision: str | None = None,
+    ):
+        super().__init__()
+        check_drafting(num_speculative_tokens, draft_sample_method)
+        if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
+            raise ValueError(f"max_model_len={max_model_len} of the draft is outside 2..{target.max_model_len}, the target's")
+        checkpoint = model if isinstance(model, Checkpoint) else self.opened(target, model, revision)
+        checkpoint.check(self.name, target)
+        self.target = target
+        self.num_speculative_tokens = num_speculative_tokens
+        self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
+        self.max_model_len = max_model_len or target.max_model_len
+        self.objective = self.objective_type()
+        self.shared, self.ready = {}, False
+
+        self.config = dict(checkpoint.config)
+        self.build(self.config)
+        self.lm_head: nn.Linear | None = None
+        num_draft_vocab = self.config.get("draft_vocab_size", target.vocab_size)
+        if self.config.get("own_lm_head"):
+            self.make_head(num_draft_vocab)
+        if num_draft_vocab < target.vocab_size:
+            self.register_buffer("d2t", torch.zeros(num_draft_vocab, dtype=torch.int64))
+        if checkpoint.tensors is None:
+            start(self, seed=0)
+        else:
+            native.fill(self, checkpoint)
+            self._check_vocabulary(checkpoint.name)
+        self.to(target.device)
+        self.prepare()
+
+    @classmethod
+    def opened(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
+        """The checkpoint of that name, in whatever format it is."""
+        return native.load(name, revision)
+
+    def _check_vocabulary(self, name: str) -> None:
+        """Each draft id must be another token of the target: a law that loses mass is not lossless."""
+        if (ids := self.vocab_ids) is None:
+            return
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"{name}: d2t does not map its {len(ids)} draft ids to different tokens of 0..{self.target.vocab_size - 1}"
+            )
+
+    # ---------------------------------------------------------------- what a method adds
+
+    def build(self, config: dict[str, Any]) -> None:
+        """Make the modules that the config asks for, and set `hidden_layers`."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Make what it needs beside its modules, once these are there."""
+
+    def propose(self, context: Context) -> Draft:
+        raise NotImplementedError
+
+    @classmethod
+    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        """The config of a new drafter: every key with the value that it comes to. Raises ValueError for what cannot be."""
+        raise NotImplementedError
+
+    def adopt(self, target: CausalLM) -> None:
+        """What else to take from the target where the output layer is the target's."""
+
+    # ---------------------------------------------------------------- shared parts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def make_head(self, num_draft_vocab: int) -> None:
+        """The output layer of its own."""
+        self.lm_head = nn.Linear(self.target.hidden_size, num_draft_vocab, bias=False)
+
+    def own_heads(self) -> list[nn.Linear]:
+        """Output layers of its own; none where the target's is used."""
+        return [] if self.lm_head is None else [self.lm_head]
+
+    def heads(self) -> list[Tensor | None]:
+        return [None if self.lm_head is None else self.lm_head.weight]
+
+    def embed(self, token_N: Tensor) -> Tensor:
+        """The target's own embedding, frozen."""
+        with torch.no_grad():
+            embedded: Tensor = self.target.embedding(token_N)
+        return embedded.to(self.dtype)
+
+    def last_state(self, hidden_ND: Tensor) -> Tensor:
+        """The target's last state after its final norm: what its output layer reads. hidden_ND: as it leaves the last layer."""
+        with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
+            state: Tensor = self.target.final_norm(hidden_ND.to(self.target.dtype))
+        return state.to(self.dtype)
+
+    def draft_logits(self, state_ND: Tensor) -> Tensor:
+        """[N, draft vocabulary]. Without a head of its own, the target's: whatever it does after it (a cap) is left out."""
+        if self.lm_head is not None:
+            return self.lm_head(state_ND)
+        head = self.target.model.get_output_embeddings()
+        if head.bias is None:
+            return head(state_ND.to(self.target.dtype))
+        return F.linear(state_ND.to(self.target.dtype), self.target.head_rows()[0])
+
+    @property
+    def vocab_ids(self) -> Tensor | None:
+        """[draft vocabulary] target ids; None if all can be drafted. Kept as EAGLE-3 has it, an offset for each draft id."""
+        if "vocab_ids" not in self.shared:
+            if (offset := getattr(self, "d2t", None)) is None:
+                return None
+            ids = offset + torch.arange(len(offset), device=offset.device)
+            if not self.ready:
+                return ids
+            self.shared["vocab_ids"] = ids
+        found: Tensor = self.shared["vocab_ids"]
+        return found
+
+    def said(self, drawn_B: Tensor, q_BV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens and laws over the draft vocabulary as such over the target's."""
+        if (ids := self.vocab_ids) is None:
+            return drawn_B, q_BV
+        if q_BV is not None:
+            q_BV = q_BV.new_zeros(len(q_BV), self.target.vocab_size).index_copy_(1, ids, q_BV)
+        return ids[drawn_B], q_BV
+
+    # ---------------------------------------------------------------- drafting
+
+    def more_bytes(self, rows: int, slots: int) -> int:
+        return 0
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """The weights become the target's type, and on a CPU are packed. Training is over then."""
+        if self.ready:
+            return
+        self.requires_grad_(False)
+        for module in self.modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                setattr(module, key, nn.Parameter(parameter.to(self.target.dtype), requires_grad=False))
+        if linear.can_pack(self.target.dtype, self.target.device):
+            linear.pack(self)
+        self.ready = True
+
+    def begin(self, row: int, request: Request) -> None:
+        """Nothing to do: the first `propose` brings the prompt's states."""
+
+    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        """Nothing to undo: the next request overwrites the row."""
+
+    # ---------------------------------------------------------------- at rest
+
+    @classmethod
+    def fresh(
+        cls, target: CausalLM, architecture: dict[str, Any], init: Init, vocab_ids: np.ndarray | None = None, seed: int = 0
+    ) -> Checkpoint:
+        """A drafter with random weights, but for what `init` takes from the target.
+
+        architecture: keys of the method's own; vocab_ids: ascending target ids of the draft vocabulary, None for all.
+        """
+        if vocab_ids is not None and (np.diff(vocab_ids) <= 0).any():
+            raise ValueError("vocab_ids must be ascending and distinct")
+        config = cls.resolved(target, architecture) | {
+            "own_lm_head": init.train_lm_head or vocab_ids is not None,
+            "draft_vocab_size": target.vocab_size if vocab_ids is None else len(vocab_ids),
+        }
+        drafter = cls(target, Checkpoint(cls.name, config, native.facts(target), None), 1)
+        start(drafter, seed)
+        if vocab_ids is not None:
+            drafter.get_buffer("d2t").copy_(torch.from_numpy(vocab_ids - np.arange(len(vocab_ids))))
+            drafter._check_vocabulary("vocab_ids")
+        with torch.no_grad():
+            own = drafter.own_heads()
+            if init.lm_head == "target":
+                for head in own:
+                    head.weight.copy_(target.head_rows(drafter.vocab_ids)[0])
+            if init.lm_head == "target" or not own:
+                drafter.adopt(target)
+        return drafter.exported()
+
+    def for_training(self, objective: Checked, init: Init, statistics: Tensor | None = None, warm: bool = False) -> None:
+        """float32 masters that gradients reach. statistics: [tokens, T, D] target states to scale features by; warm: the
+        weights were trained before, so what is prepared must leave the function as it is."""
+        self.objective = objective
+        self.float().requires_grad_(True)
+        for head in self.own_heads():
+            head.requires_grad_(init.train_lm_head)
+
+    def exported(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
+        """The drafter as a checkpoint. tensors: its state, where that is gathered from several processes."""
+        tensors = {key: tensor.detach().cpu() for key, tensor in (self.state_dict() if tensors is None else tensors).items()}
+        return Checkpoint(self.name, self.config, native.facts(self.target), tensors)
+
+    def write(self, directory: Any, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
+        """Save this drafter with these weights into a directory that exists and nobody reads yet."""
+        native.save(directory, self.exported(state), provenance, card)
+
+
+def start(module: nn.Module, seed: int) -> None:
+    """Random weights: matrices from N(0, 0.02^2), norms at 1, biases at 0."""
+    noise = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        with torch.no_grad():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=noise))
+            else:
+                parameter.fill_(0 if name.endswith("bias") else 1)
