@@ -1,5 +1,5 @@
-"""Drafter checkpoints: `native` is ours, one directory of JSON and safetensors. Every other format is a file here, that knows its
-own config.json, reads it into a native checkpoint and writes one; `lint` holds a directory against what engines load.
+"""Drafter checkpoints: `native` is ours, one directory of JSON and safetensors. Every other format is a file here, that knows
+its own config.json, reads it into a native checkpoint and writes one; `lint` holds a directory against what engines load.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from specdec.target import CausalLM
 
 # A format is a module with recognises(config, names of tensors), read(directory, config), write(checkpoint, directory, engine,
-# target, served), and WRITES: the engines that load it, for each method that it holds. The first that recognises a directory reads
-# it, so that one that looks for less stands further back.
+# target, served), and WRITES: the engines that load it, for each method that it holds. The first that recognises a directory
+# reads it, so one that asks for less stands further back.
 FORMATS = ("speculators", "mlp_speculator", "raw_eagle3", "raw_eagle")
 # What others share and we cannot read, by a word of its config.json.
 UNREADABLE = (
@@ -24,7 +24,6 @@ UNREADABLE = (
     "xpress",
     "domino",
     "hydra",
-    "lookahead_reasoning",
     "deepseek",
     "mtp",
     "minimax",
@@ -71,8 +70,8 @@ def write(
 ) -> None:
     """Write a checkpoint as an engine loads it, into a directory that exists and nobody reads yet.
 
-    engine: vllm, sglang or speculators. target: the loaded target, of which some formats hold parts; served: the name under which
-    the engine is given the target, if it is not the one that the checkpoint was trained with.
+    engine: vllm, sglang or speculators. target: the loaded target, of which some formats hold parts; served: the name under
+    which the engine is given the target, if it is not the one that the checkpoint was trained with.
     """
     can: list[str] = []
     for name in FORMATS:

@@ -52,8 +52,8 @@ class Checkpoint:
                 )
         if self.embedding is not None and not self._same_embedding(target):
             raise ValueError(
-                f"{self.name} has an embedding of its own (embed_tokens.weight), which is not that of {target.name}; ours share "
-                "the target's: use the target that it was trained for, or one whose embedding was not trained"
+                f"{self.name} has an embedding of its own (embed_tokens.weight), which is not that of {target.name}; ours "
+                "share the target's: use the target that it was trained for, or one whose embedding was not trained"
             )
 
     def _same_embedding(self, target: CausalLM) -> bool:
