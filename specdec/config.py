@@ -36,8 +36,13 @@ def fail(message: object) -> None:
     sys.exit(f"error: {first}")
 
 
-def check_command_line(config_name: str) -> None:
-    """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Quotes JSON for its grammar."""
+def check_command_line(config_name: str, *defaults: str) -> None:
+    """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Quotes JSON for its grammar.
+
+    defaults: `key=value` arguments of the script itself, for keys that the command line does not give.
+    """
+    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    sys.argv[1:] += [argument for argument in defaults if argument.partition("=")[0] not in given]
     sys.argv[1:] = [_quote_json(argument) for argument in sys.argv[1:]]
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants them in front
     flags_with_value = {

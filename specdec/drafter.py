@@ -82,6 +82,7 @@ class Drafter(Learner):
 
     name: ClassVar[str]
     objective_type: ClassVar[type[Checked]] = Objective
+    init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
     hidden_layers: tuple[int, ...] = ()
 

@@ -41,6 +41,10 @@ class Learner(nn.Module):
         """The rows of every step."""
         return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.lead)
 
+    def asks_target(self, objective: Any) -> bool:
+        """Whether training by this objective needs the target's features, or the data's tokens alone."""
+        return True
+
     @property
     def vocab_ids(self) -> Tensor | None:
         """[draft vocabulary] target ids; None if all can be drafted."""

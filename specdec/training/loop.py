@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specdec import stats
 from specdec.checkpoint import native
-from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Proposer, Request, SamplingParams, first_line
 from specdec.engine import Engine
 from specdec.rejection import Verifier
@@ -112,7 +111,7 @@ def fit(
     out_dir: Path,
     *,
     seed: int = 0,
-    evaluate: Callable[[Checkpoint], dict[str, Any]] | None = None,
+    evaluate: Callable[[Path], dict[str, Any]] | None = None,
     log: Callable[[dict[str, Any]], None] = lambda row: None,
     advance: Callable[[int], None] = lambda steps: None,
     provenance: dict[str, Any] | None = None,
@@ -120,10 +119,10 @@ def fit(
 ) -> dict[str, Any]:
     """Train a drafter that is ready for it (`for_training`), and leave checkpoints in out_dir.
 
-    source: features of samples; held_out: samples for the validation loss; evaluate: what decoding with a checkpoint shows,
-    with `mean_acceptance_length`; log: takes a row of metrics (main process only); resume: go on from out_dir's last
-    checkpoint. Returns where the best and the last checkpoint are, and how training ended. Raises ValueError, one line, if
-    losses are not finite again and again.
+    source: features of samples; held_out: samples for the validation loss; evaluate: what decoding with the checkpoint in a
+    directory shows, with `mean_acceptance_length`; log: takes a row of metrics (main process only); resume: go on from
+    out_dir's last checkpoint. Returns where the best and the last checkpoint are, and how training ended. Raises ValueError,
+    one line, if losses are not finite again and again.
     """
     with contextlib.closing(_Run(drafter, settings, out_dir, seed, len(samples), provenance or {})) as run:
         if resume:
@@ -187,11 +186,11 @@ def fit(
                 _give_back_memory()
                 window = _Window()
                 if due[1] or due[2]:
-                    checkpoint = run.save()
+                    saved = run.save()
                     if due[1] and not stopping:
                         row |= run.validate(source, held_out)
                         if evaluate is not None and run.accelerator.is_main_process:
-                            row |= run.judge(evaluate(checkpoint))
+                            row |= run.judge(evaluate(saved))
                         run.accelerator.wait_for_everyone()
                     run.prune()
                 if run.accelerator.is_main_process:
@@ -391,21 +390,21 @@ class _Run:
         """Those that are there, oldest first."""
         return sorted(path for path in self.out_dir.glob("checkpoints/step-*") if re.fullmatch(r"step-\d{8}", path.name))
 
-    def save(self) -> Checkpoint:
-        """Write a checkpoint under a temporary name and rename it: what has the final name is whole."""
+    def save(self) -> Path:
+        """Write a checkpoint under a temporary name and rename it: what has the final name is whole. Returns its directory."""
         state = {key: _whole(tensor) for key, tensor in self.drafter.state_dict().items()}
         moments = {}
         for name, parameter in self._trained():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 moments[f"{key}:{name}"] = _whole(value)
-        checkpoint: Checkpoint = self.drafter.exported(state)
+        final = self.directory(self.step)
         if self.accelerator.is_main_process:
-            final = self.directory(self.step)
             temporary = final.with_name(f".{final.name}.tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 (temporary / "training").mkdir(parents=True)
-                native.save(temporary, checkpoint, native.provenance(step=self.step, **self.provenance), self._card())
+                provenance = native.provenance(step=self.step, **self.provenance)
+                self.drafter.write(temporary, state, provenance, self._card())
                 tensors = {f"weight:{key}": value for key, value in state.items()} | moments
                 save_file(
                     {key: value.contiguous() for key, value in tensors.items()}, temporary / "training" / "state.safetensors"
@@ -423,7 +422,7 @@ class _Run:
                     "make room and go on with resume=true"
                 ) from None
         self.accelerator.wait_for_everyone()
-        return checkpoint
+        return final
 
     def load(self) -> None:
         """Take up the last checkpoint: weights, optimiser, and where the run was. Any number of processes may have written

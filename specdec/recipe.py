@@ -1,0 +1,202 @@
+"""From a composed configuration to a trained drafter: what the scripts in train/ share.
+
+A script names the methods that it trains; the rest is here, in the order in which things happen: check what a typo can break,
+load the target and the data, make the drafter, `fit`, and write down what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+
+from specdec import config, method, rejection, report, track
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import SamplingParams
+from specdec.target import CausalLM, choose_device
+from specdec.training import data, features, loop
+
+# what a run may be resumed with other values of
+FREE = (
+    "max_steps",
+    "num_epochs",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep",
+    "micro_batch_size",
+    "sharding",
+    "max_nonfinite",
+)
+
+
+# every batch has shapes of its own, and oneDNN would keep the kernels of 1,024 of them: gigabytes that are never used again
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
+def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
+    """Train a drafter as the config says. methods: those that the script trains."""
+    # everything that a typo can break comes before the weights
+    recipe, model, name = dict(cfg["train"]), cfg["model"], cfg["method"]["name"]
+    drafter_class: Any = method.find(name)
+    if name not in methods:
+        others = "" if hasattr(drafter_class, "fresh") else f"; method={name} has nothing to train"
+        raise ValueError(f"method={name} is not trained here, but {' or '.join(methods)}{others}")
+    recipe.pop("name")
+    architecture, init = recipe.pop("drafter"), drafter_class.init_type(**recipe.pop("init"))
+    if "geometry" in architecture:
+        architecture["geometry"] = architecture["geometry"] or {}
+    objective = drafter_class.objective_type(**recipe.pop("objective"))
+    settings = loop.Settings(**recipe)
+    SamplingParams(max_tokens=cfg["eval"]["max_tokens"])
+    at_least("seed", cfg["seed"], 0)
+    at_least("data.held_out", cfg["data"]["held_out"], 0)
+    at_least("eval.num_prompts", cfg["eval"]["num_prompts"], 0)
+    at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
+    at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
+    out_dir = Path(cfg["out_dir"])
+    track.refuse_taken(out_dir, cfg["resume"])
+    torch.set_num_threads(cfg["num_threads"] or 1)
+
+    device = choose_device(model["device"])
+    processes = PartialState(cpu=device.type == "cpu")
+    if settings.global_batch_size % processes.num_processes:
+        raise ValueError(
+            f"train.global_batch_size={settings.global_batch_size} does not divide into {processes.num_processes} processes; "
+            f"give a multiple of {processes.num_processes}"
+        )
+    if processes.num_processes > 1 and device.type == "cuda":
+        device = processes.device
+    # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
+    target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", str(device), model["revision"])
+    given = cfg["data"]
+    loaded = data.load_group(given, target)
+    if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
+        report.show(
+            f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
+            "make data of its own with train/prepare.py"
+        )
+    if loaded.skipped and processes.is_main_process:
+        report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")
+    if given["held_out"] >= len(loaded.samples):
+        raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
+    samples, held_out = data.held_out(loaded.samples, given["held_out"])
+
+    checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples)
+    asked = {key: value for key, value in cfg["method"].items() if key not in ("name", "model", "revision")}
+    drafter = drafter_class(target, checkpoint, **asked)
+    source: Any
+    if not drafter.asks_target(objective):
+        source = features.Tokens(device)
+    elif cfg["features"]["path"]:
+        source = features.Artifacts(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
+        for sample in (*samples, *held_out):  # found now, not in the middle of a run
+            source.place(sample)
+    else:
+        source = features.Online(target, drafter.hidden_layers, int(cfg["features"]["keep_gb"] * 2**30))
+    statistics = None
+    if drafter.hidden_layers:
+        some = source(samples[:64])
+        # the first token of a prompt is an attention sink, thousands of times larger than the others: it would set the scale
+        beyond_first = np.arange(len(some.token_N)) - np.repeat(np.cumsum(some.length_B) - some.length_B, some.length_B) > 0
+        statistics = some.hidden(drafter.hidden_layers)[torch.from_numpy(beyond_first).to(device)]
+    drafter.for_training(objective, init, statistics, warm=cfg["checkpoint"] is not None)
+
+    identity = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "method": name,
+        "data": data.fingerprint(loaded.samples),
+        "drafter": checkpoint.config,
+        "init": init.model_dump(),
+        "objective": objective.model_dump(),
+        "train": settings.model_dump(exclude=set(FREE)),
+        "seed": cfg["seed"],
+        "checkpoint": cfg["checkpoint"],
+        # the best checkpoint is chosen by these
+        "eval": cfg["eval"] | {"held_out": given["held_out"]} | asked,
+    }
+    if processes.is_main_process:
+        track.claim(out_dir, cfg["resume"], identity)
+        config.save(cfg, out_dir / "config.yaml")
+        if loaded.skipped:
+            track.write_json(out_dir / "left_out.json", loaded.listed)
+    processes.wait_for_everyone()
+    prompts = loop.prompts_of(held_out, cfg["eval"]["num_prompts"])
+
+    def evaluate(saved: Path) -> dict[str, Any]:
+        """Decode with the drafter as it would be loaded."""
+        proposer = method.build(name, target, model=str(saved), **asked)
+        return loop.acceptance(
+            target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
+        )
+
+    metrics = track.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
+    with report.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+
+        def log(row: dict[str, Any]) -> None:
+            assert metrics is not None
+            metrics.add(row)
+            show_row(row)
+
+        result = loop.fit(
+            drafter, source, samples, held_out, settings, out_dir, seed=cfg["seed"], evaluate=evaluate if prompts else None,
+            log=log, advance=advance, provenance={"identity": identity, "environment": track.environment()},
+            resume=cfg["resume"],
+        )  # fmt: skip
+    if metrics is None:
+        return result
+    last = metrics.rows.rows[-1] if metrics.rows.rows else None
+    summary = identity | result | {"environment": track.environment(), "last_metrics": last}
+    track.write_json(out_dir / "summary.json", summary)
+    plot = report.plot_training(metrics.rows.rows, f"{name} for {target.name}, {given['name']} data", out_dir / "train.png")
+    where = metrics.close(result, [plot])
+    if result["interrupted"]:
+        report.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
+    if result["best"]:
+        best = result["best"]
+        report.show(
+            f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
+        )
+    if where:
+        report.show(f"wandb: {where}")
+    report.show(f"written to {out_dir}; decode with it: python eval/run.py method={name} checkpoint={out_dir}")
+    return result
+
+
+def at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{key}={value}: at least {least} is needed")
+
+
+def new_drafter(
+    drafter_class: Any, target: CausalLM, cfg: dict[str, Any], architecture: dict[str, Any], init: Any, samples: Any
+) -> Checkpoint:
+    """The checkpoint to begin with: a new drafter, or the one that is named."""
+    if cfg["checkpoint"]:
+        checkpoint = drafter_class.opened(target, cfg["checkpoint"], None)
+        return same_drafter(checkpoint, drafter_class, target, architecture)
+    size = architecture.get("draft_vocab_size")
+    vocab_ids = None
+    if size is not None and size != target.vocab_size:
+        vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
+    return drafter_class.fresh(target, architecture, init, vocab_ids, cfg["seed"])
+
+
+def same_drafter(checkpoint: Checkpoint, drafter_class: Any, target: CausalLM, architecture: dict[str, Any]) -> Checkpoint:
+    """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over."""
+    checkpoint.check(drafter_class.name, target)
+    asked = drafter_class.resolved(target, architecture)
+    if architecture.get("draft_vocab_size"):
+        asked["draft_vocab_size"] = min(architecture["draft_vocab_size"], target.vocab_size)
+    for key, value in asked.items():
+        if checkpoint.config.get(key) != value:
+            raise ValueError(
+                f"train.drafter.{key} is {value!r}, and {checkpoint.name} has {checkpoint.config.get(key)!r}; "
+                f"give train.drafter.{key}={checkpoint.config.get(key)} to start from it".replace("'", "")
+            )
+    return checkpoint
