@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from specdec import sampling
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft
-from specdec.drafter import Drafter, Init
+from specdec.drafter import Drafter, Init, nothing
 from specdec.kv import SlotCache, Window, end_to_end, slot_attention
 from specdec.target import CausalLM
 from specdec.training import unroll
@@ -201,10 +201,6 @@ class ChainDrafter(Drafter):
         q_BKV = torch.stack(laws, 1) if self.probabilistic else None
         return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
 
-    def room(self, context: Context) -> np.ndarray:
-        """[B] how many tokens to draft: pair i stands at position i, and the last of K drafts needs pair length + K - 3."""
-        return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
-
     def drawn(self, state_BD: Tensor, context: Context, k: int) -> tuple[Tensor, Any]:
         """[B] the k-th draft token of every row, and its law if it is drawn."""
         uniform_B = None
@@ -319,9 +315,3 @@ class ChainDrafter(Drafter):
             weight[:, -len(scale) :] *= scale
             checkpoint.tensors["fc.weight"] = weight
         return checkpoint
-
-
-def nothing(context: Context) -> Draft:
-    """A draft of no tokens."""
-    rows = len(context.rows)
-    return Draft(context.last_token_B.new_zeros(rows, 0), torch.zeros(rows, dtype=torch.int64))

@@ -84,6 +84,7 @@ class Drafter(Learner):
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
+    std = 0.02  # of matrices that are drawn at random
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(
@@ -117,7 +118,7 @@ class Drafter(Learner):
         if num_draft_vocab < target.vocab_size:
             self.register_buffer("d2t", torch.zeros(num_draft_vocab, dtype=torch.int64))
         if checkpoint.tensors is None:
-            start(self, seed=0)
+            start(self, 0, self.std)
         else:
             native.fill(self, checkpoint)
             self._check_vocabulary(checkpoint.name)
@@ -219,6 +220,10 @@ class Drafter(Learner):
 
     # ---------------------------------------------------------------- drafting
 
+    def room(self, context: Context) -> np.ndarray:
+        """[B] how many tokens to draft: pair i stands at position i, and the last of K drafts needs pair length + K - 3."""
+        return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
+
     def more_bytes(self, rows: int, slots: int) -> int:
         return 0
 
@@ -257,7 +262,7 @@ class Drafter(Learner):
             "draft_vocab_size": target.vocab_size if vocab_ids is None else len(vocab_ids),
         }
         drafter = cls(target, Checkpoint(cls.name, config, native.facts(target), None), 1)
-        start(drafter, seed)
+        start(drafter, seed, drafter.std)
         if vocab_ids is not None:
             drafter.get_buffer("d2t").copy_(torch.from_numpy(vocab_ids - np.arange(len(vocab_ids))))
             drafter._check_vocabulary("vocab_ids")
@@ -288,12 +293,18 @@ class Drafter(Learner):
         native.save(directory, self.exported(state), provenance, card)
 
 
-def start(module: nn.Module, seed: int) -> None:
-    """Random weights: matrices from N(0, 0.02^2), norms at 1, biases at 0."""
+def nothing(context: Context) -> Draft:
+    """A draft of no tokens."""
+    rows = len(context.rows)
+    return Draft(context.last_token_B.new_zeros(rows, 0), torch.zeros(rows, dtype=torch.int64))
+
+
+def start(module: nn.Module, seed: int, std: float) -> None:
+    """Random weights: matrices from N(0, std^2), norms at 1, biases at 0."""
     noise = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         with torch.no_grad():
             if parameter.ndim > 1:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=noise))
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=noise))
             else:
                 parameter.fill_(0 if name.endswith("bias") else 1)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specdec import hub
+from specdec.target import CausalLM
 from specdec.tasks import DEMO as EVALUATION
 from specdec.training import data
 from specdec.training.data import Rendered, Sample, UnstableTemplate, load, render
@@ -456,8 +457,8 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "a list": ([1, 2], "not a JSON object"),
     "a number": ("7", "not a JSON object"),
     "null": ("null", "not a JSON object"),
-    "no keys": ({"text": "hello"}, "no messages, conversations, prompt and response, or input_ids and loss_mask"),
-    "no response": ({"prompt": "hello"}, "no messages, conversations, prompt and response, or input_ids and loss_mask"),
+    "no keys": ({"words": "hello"}, "no messages, conversations, prompt and response, input_ids and loss_mask, or text"),
+    "no response": ({"prompt": "hello"}, "no messages, conversations, prompt and response, input_ids and loss_mask, or text"),
     "a text": ({"messages": "hello"}, "messages are not a list of objects"),
     "texts": ({"messages": ["hello"]}, "messages are not a list of objects"),
     "no content": ({"messages": [user("a"), {"role": "assistant"}]}, "a message without role and text content"),
@@ -764,3 +765,19 @@ def test_the_demo_shares_no_text_with_the_prompts_of_the_evaluation() -> None:
         for message in row["messages"]:
             shared = runs(message["content"]) & taboo
             assert not shared, f"{row['id']}: {' '.join(min(shared))}"
+
+
+def test_plain_text_and_everything_can_be_supervised(tmp_path: Path) -> None:
+    """Text of which every token counts, and conversations of which every token shall count."""
+    target = CausalLM("tiny", "float32", "cpu")
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps({"text": "a plain text"}) + "\n" + json.dumps({"prompt": "p", "response": "rest"}) + "\n")
+    given = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
+    whole = data.load_group(given | {"supervise": "all"}, target).samples
+    some = data.load_group(given | {"supervise": "generated"}, target).samples
+    assert [sample.mask_n.all() for sample in whole] == [True, True]
+    assert [sample.mask_n.all() for sample in some] == [True, False]
+    assert [a.token_n.tolist() for a in whole] == [b.token_n.tolist() for b in some]
+    assert some[0].token_n.tolist() == target.tokenizer("a plain text")["input_ids"]
+    with pytest.raises(ValueError, match=r"data\.supervise=every: use generated"):
+        data.load_group(given | {"supervise": "every"}, target)

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ def load(
     """Read a training set: a JSON-lines file (.jsonl, .jsonl.gz), a datasets directory, or a hub id.
 
     A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
-    `input_ids` and `loss_mask`; `id` is optional. A row that cannot be used is skipped and counted. A conversation whose
+    `input_ids` and `loss_mask`, or plain `text`, of which every token is supervised; `id` is optional. A row that cannot be used is skipped and counted. A conversation whose
     template changes earlier turns becomes one sample per assistant turn. limit: most rows to read.
     Raises ValueError, one line, if nothing usable is left.
     """
@@ -230,9 +230,12 @@ def load(
 
 
 def load_group(given: dict[str, Any], target: Any) -> Loaded:
-    """`load` with the keys of the `data` group; no sample is longer than the target can see."""
-    most = target.max_model_len
-    return load(
+    """`load` with the keys of the `data` group; no sample is longer than the target can see. supervise: `generated`, or `all`,
+    whoever wrote it."""
+    most, supervise = target.max_model_len, given["supervise"]
+    if supervise not in ("generated", "all"):
+        raise ValueError(f"data.supervise={supervise}: use generated (what the target would say) or all (every token)")
+    loaded = load(
         given["path"] or DEMO,
         target.tokenizer,
         target.vocab_size,
@@ -241,6 +244,9 @@ def load_group(given: dict[str, Any], target: Any) -> Loaded:
         given["split"],
         **(given["template_kwargs"] or {}),
     )
+    if supervise == "all":
+        loaded.samples = [replace(sample, mask_n=np.ones_like(sample.mask_n)) for sample in loaded.samples]
+    return loaded
 
 
 def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:
@@ -290,7 +296,7 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
     if given is None:
         prompt, response = row.get("prompt"), row.get("response")
         if prompt is None or response is None:
-            raise ValueError("no messages, conversations, prompt and response, or input_ids and loss_mask")
+            raise ValueError("no messages, conversations, prompt and response, input_ids and loss_mask, or text")
         given = [*(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
         given += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
@@ -311,6 +317,9 @@ def messages_of(row: Any) -> list[dict[str, Any]]:
 def _rendered(row: Any, tokenizer: Any, vocab_size: int, max_length: int | None, kwargs: dict[str, Any]) -> list[Rendered]:
     if isinstance(row, dict) and "input_ids" in row:
         return [_pretokenized(row, vocab_size, max_length)]
+    if isinstance(row, dict) and isinstance(row.get("text"), str) and not {"messages", "conversations", "prompt"} & set(row):
+        ids = tokenizer(row["text"])["input_ids"][:max_length]
+        return [Rendered(ids, [1] * len(ids))]
     messages = messages_of(row)
     if not tokenizer.chat_template and isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
         prefix, answer = (

@@ -19,7 +19,7 @@ from specdec.training.losses import Teacher
 
 
 class Learner(nn.Module):
-    """objective: `steps_at(progress)`, `weights(num_steps)`, `loss` (a mix of terms) and `mask_outside_vocab`. lead: row p
+    """objective: `weights(num_steps)`, `loss` (a mix of terms), `mask_outside_vocab`, and mostly `steps_at(progress)`. lead: row p
     predicts token p + lead + k at step k."""
 
     target: CausalLM
@@ -36,6 +36,11 @@ class Learner(nn.Module):
     def heads(self) -> list[Tensor | None]:
         """The weight of the output layer, or one for every step; None is the target's, frozen."""
         raise NotImplementedError
+
+    def num_steps(self, progress: float) -> int:
+        """Unrolled steps at this point of the run, 0 to 1."""
+        steps: int = self.objective.steps_at(progress)
+        return steps
 
     def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
         """The rows of every step."""
@@ -67,7 +72,7 @@ class Learner(nn.Module):
 
         progress: how much of the run is behind, 0 to 1; seed: of what is random, if anything is.
         """
-        num_steps = self.objective.steps_at(progress)
+        num_steps = self.num_steps(progress)
         plan = self.plan(batch, num_steps, seed)
         if not len(plan.taught):  # nothing to learn from; other processes wait for gradients all the same
             nothing = sum(

@@ -1,0 +1,166 @@
+"""The MLP speculator (Wertheimer et al. 2404.19124): a chain of small layers without attention, one for every token ahead.
+
+    s_0 = h                                    the target's last state after its final norm   (scale_input: rms(h) / sqrt 2)
+    s_i = gelu(ln_i(proj_i(s_{i-1}) + (w_e / w_s) emb_i(x_i)))        x_1 the last token, then what was drafted
+    logits_i = head_i(s_i),     w_s = 0.5^(0.5 / n),   w_e = sqrt((1 - w_s^2) inner / 2)
+
+Formulas and tensor names are those of the IBM checkpoints that vLLM loaded up to 0.32. Of ours are: the target's embedding in
+place of one of its own, and a draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from specdec import sampling
+from specdec.core import Checked, Context, Draft
+from specdec.drafter import Drafter, nothing
+from specdec.target import CausalLM
+from specdec.training import losses, unroll
+from specdec.training.features import Batch
+
+EPS = 1e-6
+
+
+class Architecture(Checked):
+    """n_predict: heads, the most tokens of a draft; inner_dim: width of the states, the target's unless given; tie_weights: one
+    emb, ln and head, and one proj from the second on; scale_input: see above; own_embedding: false reads the target's, frozen;
+    draft_vocab_size: the most frequent tokens of the training data, or all (null), which is what IBM's format can hold."""
+
+    what: ClassVar[str] = "train.drafter key"
+
+    n_predict: int = Field(3, ge=1)
+    inner_dim: int | None = Field(None, ge=1)
+    tie_weights: bool = True
+    scale_input: bool = True
+    own_embedding: bool = True
+    draft_vocab_size: int | None = Field(None, ge=1)
+
+
+class Objective(Checked):
+    """loss: weights of ce, kl, tv and nll, summed over the heads; mask_outside_vocab: a row whose likeliest target token cannot
+    be drafted teaches nothing."""
+
+    what: ClassVar[str] = "train.objective key"
+
+    loss: losses.Terms = Field({"nll": 1.0})
+    mask_outside_vocab: bool = False
+
+    def weights(self, num_steps: int) -> list[float]:
+        return [1.0] * num_steps
+
+
+class Norm(nn.Module):
+    """Divides by the root mean square, then scales and shifts."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x) * self.weight + self.bias
+
+
+def rms(x: Tensor) -> Tensor:
+    exact = x.float()
+    return (exact * (exact.pow(2).mean(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
+
+
+class MLP(Drafter):
+    name = "mlp"
+    objective_type = Objective
+
+    @classmethod
+    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        given = Architecture(**architecture)
+        inner = given.inner_dim or target.hidden_size
+        if not given.own_embedding and inner != target.hidden_size:
+            raise ValueError(
+                f"own_embedding=false reads the target's embedding, {target.hidden_size} wide, and inner_dim={inner}; "
+                f"leave inner_dim out, or give it an embedding of its own"
+            )
+        return given.model_dump(exclude={"draft_vocab_size"}) | {"inner_dim": inner}
+
+    def build(self, config: dict[str, Any]) -> None:
+        given = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        assert given.inner_dim is not None
+        self.hidden_layers = (self.target.num_layers,)
+        self.num_heads, inner, self.scale_input = given.n_predict, given.inner_dim, given.scale_input
+        if inner != self.target.hidden_size and not config.get("own_lm_head"):
+            raise ValueError(
+                f"inner_dim={inner} does not fit the target's output layer ({self.target.hidden_size} wide); "
+                "train.init.train_lm_head=true gives the drafter one of its own"
+            )
+        if self.num_speculative_tokens > self.num_heads:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens}, and this MLP speculator has n_predict={self.num_heads} "
+                "heads; lower it"
+            )
+        own = 1 if given.tie_weights else self.num_heads
+        widths = [self.target.hidden_size] + [inner] * min(self.num_heads - 1, own)
+        self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
+        self.ln = nn.ModuleList(Norm(inner) for _ in range(own))
+        self.emb = nn.ModuleList(nn.Embedding(self.target.vocab_size, inner) for _ in range(own if given.own_embedding else 0))
+        self.head = nn.ModuleList()
+        state_weight = 0.5 ** (0.5 / self.num_heads)
+        self.embedding_weight = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
+        self.std = inner**-0.5
+
+    def make_head(self, num_draft_vocab: int) -> None:
+        inner = self.config["inner_dim"]
+        self.head.extend(nn.Linear(inner, num_draft_vocab, bias=False) for _ in range(len(self.ln)))
+
+    def own_heads(self) -> list[Any]:
+        return list(self.head)
+
+    def heads(self) -> list[Tensor | None]:
+        return [head.weight for head in self.own_heads()] or [None]
+
+    def step(self, k: int, state_ND: Tensor, token_N: Tensor) -> Tensor:
+        """[N, inner] of head k, from the states before it and the tokens at its place."""
+        embedded = self.emb[min(k, len(self.emb) - 1)](token_N) if len(self.emb) else self.embed(token_N)
+        mixed = self.proj[min(k, len(self.proj) - 1)](state_ND) + self.embedding_weight * embedded
+        return F.gelu(self.ln[min(k, len(self.ln) - 1)](mixed))
+
+    def first_state(self, hidden_NTD: Tensor) -> Tensor:
+        state = self.last_state(hidden_NTD[:, -1])
+        return rms(state) / 2**0.5 if self.scale_input else state
+
+    def head_logits(self, k: int, state_ND: Tensor) -> Tensor:
+        return self.head[min(k, len(self.head) - 1)](state_ND) if len(self.head) else self.draft_logits(state_ND)
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Draft:
+        """Greedy: argmax drafts. Probabilistic: drawn by inverse CDF from softmax(logits / T), q_BKV recorded."""
+        draft_B = self.room(context)
+        if not draft_B.any():
+            return nothing(context)
+        assert context.hidden is not None
+        state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
+        token_B, drafted, laws = context.last_token_B, [], []
+        for k in range(int(draft_B.max())):
+            state_BD = self.step(k, state_BD, token_B)
+            uniform_B = context.uniform_BK[:, k] if self.probabilistic and context.uniform_BK is not None else None
+            token_B, q_BV = self.said(*sampling.draw(self.head_logits(k, state_BD), context.temperature_B, uniform_B))
+            drafted.append(token_B)
+            laws.append(q_BV)
+        q_BKV: Any = torch.stack(laws, 1) if self.probabilistic else None  # type: ignore[arg-type]
+        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
+
+    def num_steps(self, progress: float) -> int:
+        return self.num_heads
+
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0) -> list[Tensor]:
+        rows = self._index(plan.steps[0].rows)
+        state, states = self.first_state(batch.hidden(self.hidden_layers)[rows]), []
+        for k, step in enumerate(plan.steps):
+            if k and len(step.rows) < len(state):
+                state = state[self._index(step.kept)]
+            state = self.step(k, state, batch.token_N[self._index(step.rows + 1 + k)])
+            states.append(state)
+        return states
