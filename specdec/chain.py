@@ -191,7 +191,8 @@ class ChainDrafter(Drafter):
         drafted, laws = [], []
         for k in range(int(draft_B.max())):
             last_N = (np.cumsum(count_B) - 1).clip(0)
-            state_BD, feedback_BD = self.forward_pairs(context.rows, token_N, hidden_ND, start_B, count_B, last_N)
+            embedding_ND = self.embed(token_N)
+            state_BD, feedback_BD = self.forward_pairs(context.rows, embedding_ND, hidden_ND, start_B, count_B, last_N)
             token_B, q_BV = self.drawn(state_BD, context, k)
             drafted.append(token_B)
             laws.append(q_BV)
@@ -224,7 +225,7 @@ class ChainDrafter(Drafter):
                 for a in range(0, len(fused) - 1, PREFILL_CHUNK):
                     c = min(a + PREFILL_CHUNK, len(fused) - 1)
                     begin, count = np.array([first + a]), np.array([c - a])
-                    self.forward_pairs(rows[b : b + 1], ids[a:c], fused[a:c], begin, count, count - 1)
+                    self.forward_pairs(rows[b : b + 1], self.embed(ids[a:c]), fused[a:c], begin, count, count - 1)
                 fused, ids = fused[-1:], ids[-1:]
             start_B[b], count_B[b] = length_B[b] - 1 - len(fused), len(fused)
             hidden.append(fused)
@@ -232,7 +233,13 @@ class ChainDrafter(Drafter):
         return start_B, count_B, torch.cat(tokens), torch.cat(hidden)
 
     def forward_pairs(
-        self, rows: np.ndarray, token_N: Tensor, hidden_ND: Tensor, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray
+        self,
+        rows: np.ndarray,
+        embedding_ND: Tensor,
+        hidden_ND: Tensor,
+        start_B: np.ndarray,
+        count_B: np.ndarray,
+        keep: np.ndarray,
     ) -> tuple[Tensor, Tensor]:
         """Process each row's pairs at its positions. States [len(keep), D] of those pairs, for the output layer and for the
         next step."""
@@ -243,8 +250,8 @@ class ChainDrafter(Drafter):
             at: Any = SimpleNamespace(layer_idx=layer)
             return slot_attention(at, q, k, v, None, scaling=scaling, window=window)[0][0]
 
-        states = self.step(self.embed(token_N), hidden_ND, window.slot_N, attend)
-        keep_N = torch.from_numpy(keep).to(token_N.device, non_blocking=True)
+        states = self.step(embedding_ND, hidden_ND, window.slot_N, attend)
+        keep_N = torch.from_numpy(keep).to(hidden_ND.device, non_blocking=True)
         return states[0][keep_N], states[1][keep_N]
 
     def window(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray) -> Window:

@@ -92,10 +92,11 @@ class FirstLayer(nn.Module):
 
 class Eagle3(ChainDrafter):
     name = "eagle3"
+    architecture_type: ClassVar[type[Architecture]] = Architecture
 
     @classmethod
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        given = Architecture(**architecture)
+        given = cls.architecture_type(**architecture)
         ids = given.layers(target.num_layers)
         return given.model_dump(exclude={"num_aux_hidden_states", "draft_vocab_size", "geometry"}) | {
             "eagle_aux_hidden_state_layer_ids": list(ids),
@@ -103,7 +104,7 @@ class Eagle3(ChainDrafter):
         }
 
     def build(self, config: dict[str, Any]) -> None:
-        architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = self.architecture_type(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = architecture.layers(self.target.num_layers)
         self.shape = architecture.geometry.of(self.target)
         width, eps, taps = self.shape.hidden_size, self.shape.rms_norm_eps, len(self.hidden_layers)
