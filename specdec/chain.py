@@ -240,9 +240,10 @@ class ChainDrafter(Drafter):
         start_B: np.ndarray,
         count_B: np.ndarray,
         keep: np.ndarray,
+        **which: int,
     ) -> tuple[Tensor, Tensor]:
         """Process each row's pairs at its positions. States [len(keep), D] of those pairs, for the output layer and for the
-        next step."""
+        next step. which: of a method's modules, if it has several."""
         window = self.window(rows, start_B, count_B)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -250,7 +251,8 @@ class ChainDrafter(Drafter):
             at: Any = SimpleNamespace(layer_idx=layer)
             return slot_attention(at, q, k, v, None, scaling=scaling, window=window)[0][0]
 
-        states = self.step(embedding_ND, hidden_ND, window.slot_N, attend)
+        step: Any = self.step
+        states = step(embedding_ND, hidden_ND, window.slot_N, attend, **which)
         keep_N = torch.from_numpy(keep).to(hidden_ND.device, non_blocking=True)
         return states[0][keep_N], states[1][keep_N]
 

@@ -90,7 +90,7 @@ class Drafter(Learner):
     def __init__(
         self,
         target: CausalLM,
-        model: str | Checkpoint,
+        model: str | Checkpoint | None,
         num_speculative_tokens: int,
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
@@ -126,8 +126,10 @@ class Drafter(Learner):
         self.prepare()
 
     @classmethod
-    def opened(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
+    def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
         """The checkpoint of that name, in whatever format it is."""
+        if name is None:
+            raise ValueError(f"method {cls.name!r} needs model; give the directory of a drafter (eval/run.py: checkpoint=DIR)")
         return native.load(name, revision)
 
     def _check_vocabulary(self, name: str) -> None:
@@ -300,11 +302,11 @@ def nothing(context: Context) -> Draft:
 
 
 def start(module: nn.Module, seed: int, std: float) -> None:
-    """Random weights: matrices from N(0, std^2), norms at 1, biases at 0."""
+    """Random weights: matrices from N(0, std^2), biases at 0; norms are as they were made."""
     noise = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         with torch.no_grad():
             if parameter.ndim > 1:
                 parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=noise))
-            else:
-                parameter.fill_(0 if name.endswith("bias") else 1)
+            elif name.endswith("bias"):
+                parameter.zero_()

@@ -1,0 +1,242 @@
+"""Multi-token prediction: a decoder layer of the target's own kind that goes on from the target's last state.
+
+    x  = eh_proj(concat[enorm(embedding), hnorm(h)])       h: the target's last state, then what the module before it gave
+    h' = norm(layer(x)),   logits = target's lm_head(h')
+
+One module that is re-used K times (FastMTP, 2509.18362) drafts as EAGLE does, on its own states. With a module for every place
+(DeepSeek-V3, 2412.19437) module k runs over the same positions as module 0, on tokens shifted by k more: its keys at the last
+k positions hang on drafts, so these are made anew in the next step. A target that ships such modules, which transformers
+leaves out, drafts with them when no `model` is given; their names: `specdec.checkpoint.mtp`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from specdec.chain import PREFILL_CHUNK, Attend, ChainDrafter
+from specdec.checkpoint import mtp as native_modules
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import Checked, Context, Draft, Request
+from specdec.drafter import Objective as Unrolled
+from specdec.drafter import nothing
+from specdec.target import CausalLM
+from specdec.training import losses, unroll
+from specdec.training.features import Batch
+
+
+class Architecture(Checked):
+    """num_modules: 1 is re-used for every token, more are one for each; last_hidden_kind: whether the target's last state is
+    read after its final norm or before; hidden_feedback: a module reads what the one before it gave (own), or the target's
+    state again; zero_first_embedding: the pair at position 0 has no embedding (DeepSeek-V3); draft_vocab_size: the most
+    frequent tokens of the training data, or all (null), which is what a target's own modules have."""
+
+    what: ClassVar[str] = "train.drafter key"
+
+    num_modules: int = Field(1, ge=1)
+    last_hidden_kind: Literal["post_norm", "pre_norm"] = "post_norm"
+    hidden_feedback: Literal["own", "target"] = "own"
+    zero_first_embedding: bool = False
+    draft_vocab_size: int | None = Field(None, ge=1)
+
+
+class Objective(Unrolled):
+    """ttt_steps: tokens that are trained, num_modules if there are several; step k weighs decay^k, and all of them 1 together;
+    ttt_warmup, loss and mask_outside_vocab as in EAGLE-3."""
+
+    ttt_steps: int = Field(3, ge=1)
+    ttt_step_loss_decay: float = Field(0.6, gt=0)
+    loss: losses.Terms = Field({"nll": 1.0})
+
+    def weights(self, num_steps: int) -> list[float]:
+        whole = sum(self.ttt_step_loss_decay**k for k in range(self.ttt_steps))
+        return [self.ttt_step_loss_decay**k / whole for k in range(num_steps)]
+
+
+class Module(nn.Module):
+    """One module. block: a decoder layer of the target's kind; place: of its keys in the slot cache."""
+
+    def __init__(self, target: CausalLM, place: int):
+        super().__init__()
+        width = target.hidden_size
+        self.enorm, self.hnorm = _norm(target), _norm(target)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.block = _layer(target, place)
+        self.norm = _norm(target)
+
+    def forward(self, embedding_ND: Tensor, hidden_ND: Tensor, place: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        def window(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: Any, *window_and_cap: Any) -> Tensor:
+            # a module looks at all that its row holds, and its scores have no cap, whatever the target's layers do
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            q, k = q.to(v.dtype), k.to(v.dtype)
+            return attend(module.layer_idx, q, k, v, scaling or q.shape[-1] ** -0.5).unsqueeze(0)
+
+        x = self.eh_proj(torch.cat([self.enorm(embedding_ND), self.hnorm(hidden_ND)], -1))
+        out = self.block(x.unsqueeze(0), position_embeddings=place, attention_mask=None, window=window)
+        return self.norm((out[0] if isinstance(out, tuple) else out)[0])
+
+
+def _norm(target: CausalLM) -> nn.Module:
+    """One of the target's kind, as new."""
+    norm = copy.deepcopy(target.final_norm)
+    fresh = type(norm)(target.hidden_size).state_dict()
+    norm.load_state_dict(fresh)
+    return norm.float()
+
+
+def _kind(target: CausalLM) -> int:
+    """The target's last layer that attends to everything, or just its last one."""
+    types = getattr(target.config, "layer_types", None) or []
+    full = [i for i, of in enumerate(types[: target.num_layers]) if of == "full_attention"]
+    return full[-1] if full else target.num_layers - 1
+
+
+def _layer(target: CausalLM, place: int) -> nn.Module:
+    """A new decoder layer of the target's kind."""
+    layer = type(target.model.get_decoder().layers[-1])(target.config, _kind(target))
+    attention: Any = layer.self_attn
+    attention.layer_idx = place
+    return layer.float()
+
+
+class MTP(ChainDrafter):
+    name = "mtp"
+    objective_type = Objective
+
+    @classmethod
+    def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
+        """Without a name, the modules that the target ships."""
+        return native_modules.read(target.path) if name is None else super().opened(target, name, revision)
+
+    @classmethod
+    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        return Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
+
+    def build(self, config: dict[str, Any]) -> None:
+        self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        self.hidden_layers = (self.target.num_layers,)
+        num_modules = self.architecture.num_modules
+        if 1 < num_modules < self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens}, and this drafter has a module for each of "
+                f"{num_modules} tokens; lower it"
+            )
+        self.mtp = nn.ModuleList(Module(self.target, place) for place in range(num_modules))
+        self.tail: dict[int, Tensor] = {}  # of each row, the last states that later modules will read again
+
+    def slots(self) -> list[tuple[int, ...]]:
+        return [self.target.slots()[_kind(self.target)]] * len(self.mtp)
+
+    def cos_sin(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
+        """[1, N, W] each: the target's own."""
+        rotary, types = self.target.model.get_decoder().rotary_emb, getattr(self.target.config, "layer_types", None)
+        kind = () if types is None or not hasattr(rotary, "layer_types") else (types[_kind(self.target)],)
+        cos, sin = rotary(torch.zeros((), device=position_N.device), position_N.unsqueeze(0), *kind)
+        return cos, sin
+
+    def fuse(self, hidden_NTD: Tensor) -> Tensor:
+        if self.architecture.last_hidden_kind == "post_norm":
+            return self.last_state(hidden_NTD[:, -1])
+        return hidden_NTD[:, -1].to(self.dtype)
+
+    def step(
+        self,
+        embedding_ND: Tensor,
+        hidden_ND: Tensor,
+        position_N: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        module: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        if self.architecture.zero_first_embedding:
+            embedding_ND = embedding_ND * (position_N > 0).unsqueeze(1).to(embedding_ND.dtype)
+        state = self.mtp[module](embedding_ND, hidden_ND, self.cos_sin(position_N), attend)
+        feedback = state if self.architecture.hidden_feedback == "own" else hidden_ND
+        return (state, feedback) if rows is None else (state[rows], feedback[rows])
+
+    # ---------------------------------------------------------------- a module for every token
+
+    def begin(self, row: int, request: Request) -> None:
+        self.tail.pop(row, None)
+
+    @torch.inference_mode()
+    def propose(self, context: Context) -> Draft:
+        if len(self.mtp) == 1:
+            return super().propose(context)
+        draft_B, num_later = self.room(context), len(self.mtp) - 1
+        assert context.hidden is not None
+        tokens: list[np.ndarray] = []
+        parts: list[Tensor] = []
+        start_B, count_B = context.length_B - 1, np.zeros(len(context.rows), dtype=np.int64)
+        for b, row in enumerate(context.rows):
+            fused = self.fuse(context.hidden[b])
+            if row in self.tail:
+                fused = torch.cat([self.tail[row], fused])
+            self.tail[row] = fused[-num_later:]
+            if not draft_B[b]:
+                continue
+            first, ids = int(context.length_B[b]) - 1 - len(fused), context.tokens(b)
+            settled = len(fused) - num_later  # pairs that every module has the tokens for
+            if settled > len(self.mtp):
+                self._settle(context.rows[b : b + 1], ids, fused[:settled], first)
+                fused, first = fused[settled:], first + settled
+            start_B[b], count_B[b] = first, len(fused)
+            parts.append(fused)
+            tokens.append(ids[first + 1 :])
+        if not draft_B.any():
+            return nothing(context)
+        hidden_ND, last = torch.cat(parts), self._index((np.cumsum(count_B) - 1).clip(0))
+        committed_N, every = self._index(np.concatenate(tokens)), np.arange(int(count_B.sum()))
+        row_N, drafted, laws = np.repeat(np.arange(len(count_B)), count_B), [], []  # type: ignore[var-annotated]
+        first_N = (np.cumsum(count_B) - count_B)[row_N]
+        for k in range(int(draft_B.max())):
+            # the pair at place i of a row takes the token k further on: a committed one, or a draft
+            ahead_N = every - first_N + k
+            over_N = ahead_N - count_B[row_N]
+            token_N = committed_N[self._index(np.minimum(ahead_N, count_B[row_N] - 1) + first_N)]
+            if k:
+                said_N = torch.stack(drafted, 1)[self._index(row_N), self._index(over_N.clip(0))]
+                token_N = torch.where(self._index(over_N >= 0), said_N, token_N)
+            window = context.rows, self.embed(token_N), hidden_ND, start_B, count_B, every
+            state_ND, hidden_ND = self.forward_pairs(*window, module=k)
+            token_B, q_BV = self.drawn(state_ND[last], context, k)
+            drafted.append(token_B)
+            laws.append(q_BV)
+        q_BKV: Any = torch.stack(laws, 1) if self.probabilistic else None
+        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
+
+    def _settle(self, row: np.ndarray, ids: np.ndarray, fused: Tensor, first: int) -> None:
+        """Every module over pairs of one row from position `first` on, all of whose tokens are committed."""
+        for a in range(0, len(fused), PREFILL_CHUNK):
+            hidden = fused[a : a + PREFILL_CHUNK]
+            begin, count = np.array([first + a]), np.array([len(hidden)])
+            for k in range(len(self.mtp)):
+                token_N = self._index(ids[first + a + 1 + k :][: len(hidden)])
+                every = np.arange(len(hidden))
+                _, hidden = self.forward_pairs(row, self.embed(token_N), hidden, begin, count, every, module=k)
+
+    # ---------------------------------------------------------------- training
+
+    def num_steps(self, progress: float) -> int:
+        return super().num_steps(progress) if len(self.mtp) == 1 else len(self.mtp)
+
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
+        """A module for every token: each over all rows, since all are keys to those after them."""
+        if len(self.mtp) == 1:
+            return super().unrolled(batch, plan, seed, attention)
+        every = np.arange(len(plan.first_A))
+        position_N, hidden, states = self._index(every - plan.first_A), self.fuse(batch.hidden(self.hidden_layers)), []
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return attention(query, key, value, [], [], every, plan.first_A, scaling)
+
+        for k, step in enumerate(plan.steps):
+            # a row whose token would be of the next document is looked at by nobody
+            state, hidden = self.step(self.embed(batch.token_N.roll(-1 - k)), hidden, position_N, attend, module=k)
+            states.append(state[self._index(step.rows)])
+        return states

@@ -1,0 +1,33 @@
+"""Train multi-token-prediction modules for a frozen target, or go on with those that it ships.
+
+    python train/mtp.py model=llama                                       # one module on the demo data
+    python train/mtp.py model=llama data=jsonl data.path=FILE train=mtp train.drafter.num_modules=3
+    python train/mtp.py model.path=TARGET checkpoint=TARGET data=jsonl data.path=FILE train=mtp   # the target's own modules
+    python train/share.py checkpoint=outputs/mtp-llama-jsonl format=vllm target=TARGET out=DIR    # back into the target
+
+Writes what train/eagle.py writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    from specdec import recipe
+
+    return recipe.run(cfg, ("mtp",))
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("train", "method=mtp")
+    main()
