@@ -4,10 +4,7 @@ engines' rules, and the public `speculators` package computes the same drafts fr
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,13 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import checkpoint, hub
-from specdec.chain import ChainDrafter, Init
-from specdec.checkpoint import foreign, mlp_speculator, native
+from specdec.chain import ChainDrafter
+from specdec.checkpoint import foreign, lint, mlp_speculator, native
 from specdec.checkpoint.native import Checkpoint
-from specdec.config import CONF
+from specdec.drafter import Init
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.target import CausalLM
+from specdec.training import unroll
+from specdec.training.data import Sample
+from specdec.training.features import Online
 
 VOCAB, HIDDEN = 320, 64  # of the tiny models
 REDUCED = np.r_[10:200:2, 200:320]
@@ -125,7 +125,7 @@ def _trained(name: str) -> Checkpoint:
 
 def written(directory: Path, name: str, engine: str, **of_target: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    target = loaded(VARIANTS[name].target) if "gemma" in name else None
+    target = loaded(VARIANTS[name].target) if "gemma" in name or engine == "speculators" else None
     checkpoint.write(trained(name, **of_target), directory, engine, target)
     return directory
 
@@ -176,7 +176,9 @@ def one_line() -> Iterator[Any]:
 def test_what_is_written_comes_back(name: str, engine: str, tmp_path: Path) -> None:
     came = checkpoint.load(written(tmp_path, name, engine))
     same(came, trained(name))
-    assert (came.embedding is not None) == ("gemma" in name), "the embedding is written only where engines would scale another"
+    copied = {"embed_tokens.weight"} if "gemma" in name or engine == "speculators" else set()
+    copied |= {"lm_head.weight"} if (name, engine) == ("eagle3-target-head", "speculators") else set()
+    assert set(came.copies or {}) == copied
     if VARIANTS[name].kind in ("eagle", "eagle3"):
         drafter = {"eagle": Eagle, "eagle3": Eagle3}[VARIANTS[name].kind](loaded(VARIANTS[name].target), came, 2)
         assert drafter.config == came.config
@@ -188,7 +190,7 @@ def test_any_float_type_comes_back(engine: str, dtype: torch.dtype, tmp_path: Pa
     half = trained("eagle3-reduced")
     assert half.tensors is not None
     half.tensors = {key: t.to(dtype) if t.is_floating_point() else t for key, t in half.tensors.items()}
-    checkpoint.write(half, tmp_path, engine)
+    checkpoint.write(half, tmp_path, engine, loaded())
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).removeprefix("torch.")
     came = checkpoint.load(tmp_path)
     assert came.tensors is not None
@@ -340,7 +342,7 @@ def test_what_a_format_has_no_place_for_is_refused(tmp_path: Path, one_line: Any
     one_line(lambda: checkpoint.write(head, tmp_path, "vllm"), "output layer of its own", "train_lm_head=false")
     both = trained("eagle3-fc-norm")
     both.config["norm_before_fc"] = True
-    one_line(lambda: checkpoint.write(both, tmp_path, "speculators"), "norm_before_fc and fc_norm")
+    one_line(lambda: checkpoint.write(both, tmp_path, "speculators", loaded()), "norm_before_fc and fc_norm")
     one_line(lambda: checkpoint.write(trained("eagle3-gemma3"), tmp_path, "vllm"), "target=")
     unknown = replace(trained("eagle3"), target={})
     one_line(lambda: checkpoint.write(unknown, tmp_path, "vllm"), "does not tell hidden_size")
@@ -350,7 +352,7 @@ def test_directories_of_this_machine_stay_here(tmp_path: Path) -> None:
     for engine in ("vllm", "speculators"):
         directory = tmp_path / engine
         directory.mkdir()
-        checkpoint.write(trained("eagle3", name="/home/somebody/models/Llama-3"), directory, engine)
+        checkpoint.write(trained("eagle3", name="/home/somebody/models/Llama-3"), directory, engine, loaded())
         assert "somebody" not in (directory / "config.json").read_text()
         assert checkpoint.load(directory).target["name"] == "Llama-3"
 
@@ -516,3 +518,325 @@ def test_formats_that_we_know_of(config: dict[str, Any], words: tuple[str, ...],
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     one_line(lambda: checkpoint.load(tmp_path), *words)
+
+
+# ------------------------------------------------------------------------------------------------------------------- lint
+
+LOADS = {"eagle": {"vllm"}, "eagle3": {"vllm", "sglang"}, "peagle": {"vllm"}, "mlp": {"vllm_0_32"}}
+ONE_ENGINE = {"eagle3-qwen3-layer", "eagle3-norm-before-residual"}  # not in SGLang
+
+
+def said(directory: Path, target: str | None = None) -> dict[tuple[str, str], list[str]]:
+    """(engine, rule) -> severities."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in lint.check(directory, target):
+        assert "\n" not in one.text
+        found.setdefault((one.engine, one.rule), []).append(one.severity)
+    return found
+
+
+def verdict(directory: Path, target: str | None = None) -> set[str]:
+    return {engine for engine, loads in lint.loads(lint.check(directory, target)).items() if loads}
+
+
+@pytest.mark.parametrize(("name", "engine"), PAIRS)
+def test_what_is_written_loads_where_it_should(name: str, engine: str, tmp_path: Path) -> None:
+    written(tmp_path, name, engine)
+    kind, target = VARIANTS[name].kind, VARIANTS[name].target
+    expected = (
+        {"vllm", "speculators"}
+        if engine == "speculators"
+        else {"sglang"}
+        if engine == "sglang" and kind == "eagle"
+        else LOADS[kind]
+    )
+    if name in ONE_ENGINE or "gemma" in name:
+        expected = expected - {"sglang"}
+    assert verdict(tmp_path, target) == expected, lint.check(tmp_path, target)
+    for one in lint.check(tmp_path, target):
+        if one.engine in expected:
+            calm = {"norm_output", "verifier", "parallel_drafting", "positions", "embedding"}
+            assert one.severity == "ok" or (one.severity == "warning" and one.rule in calm), one
+
+
+def test_a_native_directory_is_for_export(tmp_path: Path) -> None:
+    native.save(tmp_path, trained("eagle3"), {}, "")
+    assert not verdict(tmp_path)
+    assert said(tmp_path)["vllm", "format"] == ["error"]
+
+
+def test_what_cannot_be_read_loads_nowhere(tmp_path: Path) -> None:
+    written(tmp_path, "eagle3", "vllm")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert not verdict(tmp_path)
+    assert "cannot be read" in lint.check(tmp_path)[0].text
+
+
+def put(**tensors: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+    """Add tensors, whose names are written with __ for dots."""
+    return lambda held: held.update({key.replace("__", "."): tensor for key, tensor in tensors.items()})
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda held: {key: tensor for key, tensor in held.items() if key not in names}
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER = {"model_type": "llama", "hidden_size": 64}
+# written variant (@ for another engine than vLLM), change of its tensors and of its config, rule, engines with ! for an error
+# and ? for a warning, and the target that it is compared with
+Case = tuple[Any, ...]
+BOTH = "vllm! sglang!"
+RULES: dict[str, Case] = {
+    # EAGLE-1
+    "lm_head in EAGLE-1": ("eagle", put(lm_head__weight=torch.ones(VOCAB, HIDDEN)), {}, "lm_head", "vllm! sglang?"),
+    "first norm in EAGLE-1": (
+        "eagle", put(layers__0__input_layernorm__weight=torch.ones(HIDDEN)), {},
+        "input_layernorm", "vllm! sglang?",
+    ),
+    "bias that vLLM drops": ("eagle", put(fc__bias=torch.ones(HIDDEN)), {}, "fc.bias", "vllm!"),
+    "bias that SGLang draws": ("eagle @ sglang", without("fc.bias"), {}, "fc.bias", "sglang!"),
+    "architecture of EAGLE-1": ("eagle", None, {}, "architecture", "sglang!"),
+    "architecture of EAGLE-1, other": ("eagle @ sglang", None, {}, "architecture", "vllm!"),
+    "prefix in EAGLE-1": ("eagle", lambda held: {f"model.{k}": t for k, t in held.items()}, {}, "prefix", BOTH),
+    "width of EAGLE-1": ("eagle", None, {}, "hidden_size", BOTH, "other width"),
+    # layer ids
+    "ids for SGLang alone": ("eagle3-layers", None, {IDS: None}, "layer_ids", "vllm!"),
+    "ids for vLLM alone": ("eagle3-layers", None, {"eagle_config": None}, "layer_ids", "sglang!"),
+    "ids counted alike": ("eagle3-layers", None, {"eagle_config": {IDS: [0, 1, 3]}}, "layer_ids", "sglang!"),
+    "ids not ascending": ("eagle3-layers", None, {IDS: [3, 1, 0], "eagle_config": {IDS: [2, 0, -1]}}, "layer_ids", BOTH),
+    "ids not distinct": ("eagle3-layers", None, {IDS: [1, 1, 3], "eagle_config": {IDS: [0, 0, 2]}}, "layer_ids", BOTH),
+    "ids outside": (
+        "eagle3-layers", None, {IDS: [0, 1, 5], "eagle_config": {IDS: [-1, 0, 4]}},
+        "layer_ids", BOTH, "tiny-llama",
+    ),
+    "ids of the last layer": (
+        "eagle3-layers", None, {IDS: [0, 1, 4], "eagle_config": {IDS: [-1, 0, 3]}},
+        "layer_ids", "sglang!", "tiny-llama",
+    ),
+    "ids left to a default that is none": (
+        "eagle3-layers", None, {IDS: None, "eagle_config": None},
+        "layer_ids", BOTH, "tiny-llama",
+    ),
+    "ids and columns": (
+        "eagle3-layers", None, {IDS: [0, 1], "eagle_config": {IDS: [-1, 0]}, "num_aux_hidden_states": 2},
+        "layer_ids", BOTH,
+    ),
+    "count of ids": ("eagle3", None, {"num_aux_hidden_states": 3}, "num_aux_hidden_states", BOTH),
+    # vocabulary
+    "d2t that is not needed": ("eagle3", put(d2t=torch.zeros(VOCAB, dtype=torch.int64)), {}, "d2t", "vllm! sglang?"),
+    "d2t that is needed": ("eagle3-reduced", without("d2t", "t2d"), {}, "d2t", BOTH),
+    "d2t of ids": ("eagle3-reduced", put(d2t=torch.from_numpy(REDUCED)), {}, "d2t", BOTH),
+    "d2t twice the same": ("eagle3-reduced", put(d2t=-torch.arange(len(REDUCED))), {}, "d2t", BOTH),
+    "d2t of floats": ("eagle3-reduced", lambda held: held.update(d2t=held["d2t"].float()), {}, "d2t", BOTH),
+    "t2d of another": ("eagle3-reduced", lambda held: held.update(t2d=~held["t2d"]), {}, "t2d", "vllm? sglang?"),
+    "t2d for the package": ("eagle3-reduced @ speculators", without("t2d"), {}, "t2d", "speculators!"),
+    "head that is needed": ("eagle3-reduced", without("lm_head.weight"), {}, "lm_head", BOTH),
+    "rows of the head": ("eagle3-reduced", put(lm_head__weight=torch.ones(VOCAB, HIDDEN)), {}, "shape", BOTH),
+    "head that SGLang replaces": ("eagle3", None, {"draft_vocab_size": 0}, "lm_head", "sglang!"),
+    "head that SGLang draws": ("eagle3", without("lm_head.weight"), {}, "lm_head", "sglang!"),
+    "no word about the vocabulary": ("eagle3", None, {"draft_vocab_size": None}, "vocabulary", "sglang!"),
+    "vocabulary of another target": ("eagle3", None, {}, "vocabulary", BOTH, "other vocabulary"),
+    "embedding as the head": ("eagle3", None, {"tie_word_embeddings": True}, "lm_head", "sglang!"),
+    # meaning of flags
+    "residual not said": ("eagle3", None, {"norm_before_residual": None}, "norm_before_residual", "vllm? sglang?"),
+    "residual not said, packaged": (
+        "eagle3 @ speculators", None, {"norm_before_residual": None},
+        "norm_before_residual", "vllm? speculators?",
+    ),
+    "residual in SGLang": ("eagle3-norm-before-residual", None, {}, "norm_before_residual", "sglang!"),
+    "norm_output": ("eagle3-norm-output", None, {}, "norm_output", "vllm? sglang?"),
+    "both norms": ("eagle3-fc-norm @ speculators", None, {"norm_before_fc": True}, "norms", "speculators! vllm?"),
+    "qwen3 in SGLang": ("eagle3-qwen3-layer", None, {}, "qwen3", "sglang!"),
+    "qwen3 under another name": ("eagle3-qwen3-layer", None, {"architectures": ["LlamaForCausalLMEagle3"]}, "qwen3", "vllm!"),
+    "architecture of EAGLE-3": ("eagle3", None, {"architectures": ["Eagle3LlamaForCausalLM"]}, "architecture", "sglang!"),
+    # layers, names, shapes, values
+    "second layer for SGLang": ("eagle3-two-layers", without("layers.1.hidden_norm.weight"), {}, "layers", "sglang!"),
+    "second layer for vLLM": ("eagle3-two-layers", without("layers.1.input_layernorm.weight"), {}, "layers", "vllm!"),
+    "second layer of two minds": (
+        "eagle3-two-layers", put(layers__1__hidden_norm__weight=torch.ones(HIDDEN)), {},
+        "layers", BOTH,
+    ),
+    "prefix in EAGLE-3": ("eagle3", lambda held: {f"model.{k}": t for k, t in held.items()}, {}, "prefix", "vllm!"),
+    "unknown name": ("eagle3", put(norm2__weight=torch.ones(HIDDEN)), {}, "names", "vllm! sglang?"),
+    "bias in EAGLE-3": ("eagle3", put(fc__bias=torch.ones(HIDDEN)), {}, "names", BOTH),
+    "missing name": ("eagle3", without("norm.weight"), {}, "names", BOTH),
+    "wrong shape": ("eagle3", put(norm__weight=torch.ones(63)), {}, "shape", BOTH),
+    "nan": ("eagle3", put(norm__weight=torch.full((HIDDEN,), torch.nan)), {}, "finite", BOTH),
+    "zeros": ("eagle3", put(fc__weight=torch.zeros(HIDDEN, 2 * HIDDEN)), {}, "finite", BOTH),
+    "types": ("eagle3", put(norm__weight=torch.ones(HIDDEN).half()), {}, "dtype", "vllm? sglang?"),
+    "type that is not the one": ("eagle3", None, {"torch_dtype": "bfloat16"}, "dtype", "vllm?"),
+    "width of the target": ("eagle3", None, {}, "hidden_size", BOTH, "other width"),
+    # embedding, positions
+    "embedding that cannot be compared": (
+        "eagle3", put(embed_tokens__weight=torch.randn(VOCAB, HIDDEN)), {},
+        "embedding", "vllm? sglang?",
+    ),
+    "embedding of its own": (
+        "eagle3", put(embed_tokens__weight=torch.randn(VOCAB, HIDDEN)), {},
+        "embedding", "vllm? sglang!", "tiny-llama",
+    ),
+    "embedding never loaded": ("eagle3", put(embed_tokens__weight=torch.ones(VOCAB, HIDDEN)), {}, "embedding", BOTH),
+    "embedding for the package": ("eagle3 @ speculators", without("embed_tokens.weight"), {}, "embedding", "speculators!"),
+    "head for the package": ("eagle3-target-head @ speculators", without("lm_head.weight"), {}, "lm_head", "speculators!"),
+    "positions not said": ("eagle3", None, {"max_position_embeddings": None}, "positions", "vllm? sglang?"),
+    "few positions": ("eagle3", None, {"max_position_embeddings": 2048}, "positions", "vllm? sglang?", "tiny-llama"),
+    "rope not said": ("eagle3", None, {"rope_theta": None}, "rope", "vllm? sglang?"),
+    # P-EAGLE
+    "mask token": ("peagle", None, {"ptd_token_id": None}, "mask_token_id", "vllm!"),
+    "mask token, packaged": ("peagle @ speculators", None, {"mask_token_id": None}, "mask_token_id", "vllm! speculators!"),
+    "mask_hidden": ("peagle", without("mask_hidden"), {}, "mask_hidden", "vllm!"),
+    "P-EAGLE in SGLang": ("peagle", None, {}, "peagle", "sglang!"),
+    "P-EAGLE's serve command": ("peagle", None, {}, "parallel_drafting", "vllm?"),
+    # speculators
+    "keys of the package": (
+        "eagle3 @ speculators", None, {"speculators_config": {"verifier": {"name_or_path": "a/b"}}},
+        "keys", "vllm! speculators!",
+    ),
+    "no verifier": ("eagle3 @ speculators", None, {"speculators_config": {}}, "verifier", "vllm!"),
+    "layer of another kind": (
+        "eagle3 @ speculators", None, {"transformer_layer_config": LAYER | {"model_type": "gemma3"}},
+        "keys", "vllm! speculators!",
+    ),
+    # MLP
+    "MLP today": ("mlp", None, {}, "format", "vllm! sglang! speculators!"),
+    "tree of the MLP": ("mlp", None, {"top_k_tokens_per_head": [1]}, "keys", "vllm_0_32!"),
+    "positions of the MLP": ("mlp", None, {}, "positions", "vllm_0_32?"),
+    "tied MLP": ("mlp-tied", put(speculator__ln__1__bias=torch.ones(48)), {}, "tied", "vllm_0_32!"),
+    "names of the MLP": ("mlp", without("speculator.head.1.weight"), {}, "names", "vllm_0_32!"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Directories that say they are another target."""
+    made = {}
+    for name, keys in {"other width": {"hidden_size": 128}, "other vocabulary": {"vocab_size": 400}}.items():
+        directory = tmp_path_factory.mktemp("target")
+        config = json.loads((hub.tiny() / "config.json").read_text()) | keys
+        (directory / "config.json").write_text(json.dumps(config))
+        made[name] = str(directory)
+    return made
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_lint_finds(rule: str, tmp_path: Path, targets: dict[str, str]) -> None:
+    name, change, keys, found, marks, *given = RULES[rule]
+    expected = {mark[:-1]: {"!": "error", "?": "warning"}[mark[-1]] for mark in marks.split()}
+    written(tmp_path, *([*name.split(" @ "), "vllm"][:2]))
+    about = targets.get(given[0], given[0]) if given else None
+    before = said(tmp_path, None)
+    edited(tmp_path, change, **keys)
+    if rule == "head that SGLang replaces":  # null, which `edited` takes for leaving the key out
+        config = json.loads((tmp_path / "config.json").read_text()) | {"draft_vocab_size": None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    after = said(tmp_path, about)
+    for key, severity in expected.items():
+        assert severity in after.get((key, found), []), (key, lint.check(tmp_path, about))
+        if change is not None or keys or given:
+            worse = after[key, found].count(severity) > before.get((key, found), []).count(severity)
+            assert worse, f"{key} said it of the whole directory too"
+    for engine, loads in lint.loads(lint.check(tmp_path, about)).items():
+        assert not (loads and expected.get(engine) == "error")
+
+
+def test_a_wider_target_is_told_apart(tmp_path: Path, targets: dict[str, str]) -> None:
+    """fc reads states of the target's width where target_hidden_size says so."""
+    edited(written(tmp_path, "eagle3", "vllm"), put(fc__weight=torch.ones(HIDDEN, 2 * 128)), target_hidden_size=128)
+    assert verdict(tmp_path, targets["other width"]) == {"vllm", "sglang"}
+    assert not verdict(tmp_path, "tiny-llama")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"target_hidden_size": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert said(tmp_path)["sglang", "hidden_size"] == ["error"]
+
+
+def test_one_tapped_layer_is_not_fused_in_sglang(tmp_path: Path) -> None:
+    one = Eagle3.fresh(loaded(), {"eagle_aux_hidden_state_layer_ids": [3]}, Init())
+    checkpoint.write(one, tmp_path, "vllm")
+    assert verdict(tmp_path) == {"vllm"}
+    assert said(tmp_path)["sglang", "layer_ids"] == ["error"]
+
+
+def test_a_verifier_is_a_hub_id(tmp_path: Path) -> None:
+    """vLLM takes a packaged drafter alone only where it can fetch the target; given the target, it does not mind."""
+    for i, (name, severities) in enumerate({"org/model": [], "/models/llama": ["warning"], "tiny-llama": ["warning"]}.items()):
+        directory = tmp_path / str(i)
+        directory.mkdir()
+        checkpoint.write(trained("eagle3"), directory, "speculators", loaded(), name)
+        assert said(directory).get(("vllm", "verifier"), []) == severities
+        assert verdict(directory) == {"vllm", "speculators"}
+
+
+# ------------------------------------------------------------------------------------------------- the speculators package
+
+PACKAGED = [name for name, variant in VARIANTS.items() if variant.kind == "eagle3" and "speculators" in variant.engines]
+
+
+def package(directory: Path) -> Any:
+    """The drafter as the public package loads it, in float32 and with readable attention."""
+    speculators = pytest.importorskip("speculators")
+    loguru = pytest.importorskip("loguru")
+    loguru.logger.disable("speculators")
+    shape = speculators.SpeculatorModelConfig.from_pretrained(directory)
+    shape.transformer_layer_config._attn_implementation = "eager"
+    return speculators.SpeculatorModel.from_pretrained(directory, config=shape).float().eval()
+
+
+def packaged(directory: Path, name: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    target = loaded(VARIANTS[name].target)
+    checkpoint.write(trained(name), directory, "speculators", target, str(target.path))
+    return directory
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
+    """Logits of three unrolled steps over a document, against ours."""
+    theirs, target = package(packaged(tmp_path, name)), loaded(VARIANTS[name].target)
+    ours: Any = Eagle3(target, trained(name), 3)
+    tokens, logits, num_steps = np.random.default_rng(0).integers(0, VOCAB, 40), [], 3
+    batch = Online(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
+    plan = unroll.plan(batch.length_B, batch.mask_N, num_steps)
+    theirs.lm_head.register_forward_hook(lambda module, given, made: logits.append(made[0]))
+    with torch.no_grad():
+        theirs(
+            hidden_states=batch.hidden(ours.hidden_layers)[:-1].flatten(1).unsqueeze(0),
+            input_ids=torch.from_numpy(tokens[1:]).unsqueeze(0),
+            document_ids=torch.zeros(1, 39, dtype=torch.int64),
+            position_ids=torch.arange(39).unsqueeze(0),
+            ttt_steps=num_steps,
+        )
+        for k, (state, step) in enumerate(zip(ours.unrolled(batch, plan), plan.steps, strict=True)):
+            rows = torch.from_numpy(np.flatnonzero(step.rows < 39 - k))
+            wanted = ours.draft_logits(state)[rows]
+            gap = (wanted - logits[k][torch.from_numpy(step.rows)[rows]]).abs().max()
+            assert len(rows) > 30
+            assert gap < 1e-4 * max(1, wanted.abs().max()), (k, gap)
+
+
+@pytest.mark.parametrize("name", [*PACKAGED, "peagle", "peagle-qwen3-layer"])
+def test_what_the_package_writes_is_read(name: str, tmp_path: Path) -> None:
+    """Ours -> the package's own save -> ours: nothing was lost or made up on the way."""
+    theirs = package(packaged(tmp_path / "ours", name))
+    theirs.save_pretrained(tmp_path / "theirs")
+    came, made = checkpoint.load(tmp_path / "theirs"), trained(name)
+    same(came, made)
+    came.check(made.method, loaded(VARIANTS[name].target))
+
+
+def test_the_packages_converter_keeps_every_tensor(tmp_path: Path) -> None:
+    """Raw EAGLE-3 -> `speculators convert` -> ours."""
+    converter = pytest.importorskip("speculators.convert.eagle.eagle3_converter")
+    pytest.importorskip("loguru").logger.disable("speculators")
+    made, target = trained("eagle3-layers"), str(loaded().path)
+    ids = made.config["eagle_aux_hidden_state_layer_ids"]
+    written(tmp_path / "raw", "eagle3-layers", "vllm")
+    converter.Eagle3Converter().convert(
+        tmp_path / "raw", tmp_path / "packaged", target, validate=False, eagle_aux_hidden_state_layer_ids=ids
+    )
+    came = checkpoint.load(tmp_path / "packaged")
+    assert came.tensors is not None
+    assert came.config == made.config
+    for key, tensor in (made.tensors or {}).items():
+        assert torch.equal(came.tensors[key], tensor), key

@@ -8,7 +8,7 @@ that names it: a checkpoint is read whole or not at all.
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.checkpoint.native import Checkpoint
+from specdec.checkpoint.native import Checkpoint, part_of
 from specdec.core import first_line, nearest
 from specdec.target import CausalLM
 
@@ -53,7 +53,7 @@ IDLE = {
     "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "id2label", "label2id",
     "problem_type", "hidden_dropout_prob", "hidden_dropout", "attention_probs_dropout_prob", "tie_encoder_decoder",
     "add_cross_attention", "cross_attention_hidden_size", "torchscript", "use_bfloat16", "task_specific_params", "vocab_size",
-    "hidden_size", OURS,
+    "hidden_size", "auto_map", "trust_remote_code", OURS,
 }  # fmt: skip
 GEOMETRY = {
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings",
@@ -75,9 +75,12 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory}: config.json cannot be read ({first_line(error)})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{directory}: config.json is no mapping of options, but {str(config)[:40]!r}")
-    for key in ("auto_map", "trust_remote_code"):
-        if config.get(key):
-            raise ValueError(f"{directory}: refused: config.json asks for code ({key}={config[key]!r}); remove the key")
+    code = config.get("auto_map")
+    # `speculators` writes an entry under the name "", which no loader looks up and no file stands behind
+    if code and not (isinstance(code, dict) and set(code) == {""}):
+        raise ValueError(f"{directory}: refused: config.json asks for code (auto_map={code!r}); remove the key")
+    if config.get("trust_remote_code"):
+        raise ValueError(f"{directory}: refused: config.json asks for code (trust_remote_code); remove the key")
     return config
 
 
@@ -285,12 +288,16 @@ def t2d_of(d2t: Tensor, vocab: int) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------- writing
 
 
-def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    """config.json and model.safetensors, into a directory that exists and nobody reads yet."""
+def write_directory(
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], checkpoint: Checkpoint, copied: Iterable[str] = ()
+) -> None:
+    """config.json and model.safetensors, into a directory that exists and nobody reads yet. copied: tensors of the target."""
     floats = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(floats) == 1:
         config["torch_dtype"] = str(floats.pop()).removeprefix("torch.")
     config[OURS] = {"target": checkpoint.target | ({"name": public_name(checkpoint)} if public_name(checkpoint) else {})}
+    if copied := sorted(copied):
+        config[OURS]["copies"] = copied
     try:
         whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
@@ -330,23 +337,39 @@ def need(checkpoint: Checkpoint, key: str) -> int:
     return value
 
 
-def own_embedding(checkpoint: Checkpoint, target: CausalLM | None) -> Tensor | None:
-    """The embedding that an export must hold, since an engine would share another: where the target scales its embedding
-    (Gemma), engines hand out the rows without the scale. None where the target's own rows are right."""
+def own_embedding(checkpoint: Checkpoint, target: CausalLM | None) -> dict[str, Tensor]:
+    """The embedding where an export must hold it, since an engine would share another: where the target scales its embedding
+    (Gemma), engines hand out the rows without the scale. Nothing where the target's own rows are right."""
     if target is None:
         if str(checkpoint.target.get("model_type")).startswith("gemma"):
             raise ValueError(
                 f"{checkpoint.name}: its target scales the embedding, so the export must hold it; give target= to write it"
             )
-        return None
-    with torch.no_grad():
-        rows = target.embedding(torch.arange(target.vocab_size, device=target.device)).cpu()
-        plain = torch.as_tensor(target.embedding.weight)[: target.vocab_size].cpu()
-    return None if torch.equal(rows, plain) else rows.clone()
+        return {}
+    plain = torch.as_tensor(target.embedding.weight)[: target.vocab_size]
+    copied = copies(checkpoint, target, "embed_tokens.weight")
+    return {} if torch.equal(plain.to(copied["embed_tokens.weight"]).cpu(), copied["embed_tokens.weight"]) else copied
 
 
-def finite_ratio(a: Tensor, b: Tensor) -> float:
-    """Largest gap between two tensors over the largest value: 0 for the same, nan where one is not finite."""
+def copies(checkpoint: Checkpoint, target: CausalLM, *keys: str) -> dict[str, Tensor]:
+    """Parts of the target, in the type of the drafter's weights."""
+    dtype = next(tensor.dtype for tensor in (checkpoint.tensors or {}).values() if tensor.is_floating_point())
+    return {key: part_of(target, key).detach().to("cpu", dtype, copy=True) for key in keys}
+
+
+def copies_in(
+    config: dict[str, Any], tensors: dict[str, Tensor], hidden: int, vocab: int, name: str
+) -> dict[str, Tensor] | None:
+    """Take out of the tensors what should be the target's: an embedding, and an output layer that we wrote as a copy."""
+    told = (config.get(OURS) or {}).get("copies") or []
+    found = {key: tensors.pop(key) for key in {"embed_tokens.weight", *told} & set(tensors)}
+    for key, tensor in found.items():
+        if tuple(tensor.shape) != (vocab, hidden):
+            raise ValueError(f"{name}: {key} is {list(tensor.shape)}, and its config asks for {[vocab, hidden]}")
+    return found or None
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """Largest difference of two tensors over their largest value."""
     scale = max(a.abs().max().item(), b.abs().max().item())
-    gap = (a.float() - b.float()).abs().max().item()
-    return gap / scale if scale and math.isfinite(gap) else gap
+    return (a.float() - b.float()).abs().max().item() / (scale or 1.0)

@@ -69,13 +69,13 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     }
     tensors = {key.removeprefix(PREFIX): tensor for key, tensor in foreign.read_tensors(directory).items()}
     if own["tie_weights"]:
-        _drop_copies(tensors, heads, name)
+        drop_copies(tensors, heads, name)
     foreign.matched(tensors, shapes(own, hidden), name)
     facts = foreign.facts_of(config | {"hidden_size": hidden}, name)
     return Checkpoint("mlp", own, facts, tensors, name)
 
 
-def _drop_copies(tensors: dict[str, Tensor], heads: int, name: str) -> None:
+def drop_copies(tensors: dict[str, Tensor], heads: int, name: str) -> None:
     """Tied heads share one tensor; a file may hold it once for each of them."""
     for kind, first in (("emb", 0), ("head", 0), ("ln", 0), ("proj", 1)):
         for i in range(first + 1, heads):
@@ -101,7 +101,8 @@ def write(
             continue
         if target is None:
             raise ValueError(f"{checkpoint.name} shares its target's {kind}, which the format holds; give target= to write it")
-        rows = _rows(target, kind)
+        key = "embed_tokens.weight" if kind == "emb" else "lm_head.weight"
+        rows = foreign.copies(checkpoint, target, key)[key]
         tensors |= {f"{kind}.{i}.weight": rows.clone() for i in range(copies)}
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -115,16 +116,6 @@ def write(
         "tie_weights": own["tie_weights"],
         "scale_input": own["scale_input"],
     }
+    if target is not None:  # without it vLLM takes 2048 for the drafter (vllm#6294)
+        config["max_position_embeddings"] = target.max_model_len
     foreign.write_directory(directory, config, {PREFIX + key: tensor for key, tensor in tensors.items()}, checkpoint)
-
-
-def _rows(target: CausalLM, kind: str) -> Tensor:
-    """[V, D] of the target: what its embedding hands out, or its output layer."""
-    with torch.no_grad():
-        if kind == "emb":
-            rows: Tensor = target.embedding(torch.arange(target.vocab_size, device=target.device))
-            return rows.cpu()
-        weight, bias = target.head_rows()
-        if bias is not None:
-            raise ValueError(f"{target.name}: its output layer has a bias, for which the MLP speculator's format has no place")
-        return weight.cpu()

@@ -29,15 +29,15 @@ FORMAT = "specdec-drafter"
 @dataclass
 class Checkpoint:
     """A drafter at rest. target: facts about the model it was trained for, as far as they are known; config: of the method's
-    own; tensors: None for a drafter whose weights are still to be drawn; embedding: the target's, if a foreign file brought a
-    copy."""
+    own; tensors: None for a drafter whose weights are still to be drawn; copies: parts of the target that a foreign file
+    brought along, by their name there, to be compared with the target."""
 
     method: str
     config: dict[str, Any]
     target: dict[str, Any]
     tensors: dict[str, Tensor] | None
     name: str = "a drafter in memory"
-    embedding: Tensor | None = None
+    copies: dict[str, Tensor] | None = None
 
     def check(self, method: str, target: CausalLM) -> None:
         """Raise ValueError, one line, if this is not a drafter of that method for that target."""
@@ -50,18 +50,27 @@ class Checkpoint:
                     f"{self.name} was trained for {trained} ({key} {self.target[key]}), and the target "
                     f"{target.name} has {key} {value}; use the target that it was trained for"
                 )
-        if self.embedding is not None and not self._same_embedding(target):
-            raise ValueError(
-                f"{self.name} has an embedding of its own (embed_tokens.weight), which is not that of {target.name}; ours "
-                "share the target's: use the target that it was trained for, or one whose embedding was not trained"
-            )
+        for key, tensor in (self.copies or {}).items():
+            if not _same(tensor, part_of(target, key)):
+                raise ValueError(
+                    f"{self.name} has a part of its own, {key}, which is not that of {target.name}; ours share the target's: "
+                    "use the target that it was trained for, or a drafter whose copy was not trained"
+                )
 
-    def _same_embedding(self, target: CausalLM) -> bool:
-        """Equal but for the rounding of 16 bits, by which file and target may differ."""
-        assert self.embedding is not None
-        with torch.no_grad():
-            rows = target.embedding(torch.arange(target.vocab_size, device=target.device)).float().cpu()
-        return rows.shape == self.embedding.shape and torch.allclose(rows, self.embedding.float(), rtol=2**-7, atol=1e-6)
+
+def part_of(target: CausalLM, key: str) -> Tensor:
+    """What a drafter shares with its target, under the name that it has in a drafter's file: [V, D]."""
+    assert key in ("embed_tokens.weight", "lm_head.weight"), key
+    if key == "lm_head.weight":
+        return target.head_rows()[0]
+    with torch.no_grad():
+        rows: Tensor = target.embedding(torch.arange(target.vocab_size, device=target.device))
+    return rows
+
+
+def _same(copy: Tensor, part: Tensor) -> bool:
+    """Equal but for the rounding of 16 bits, by which a file and a target may differ."""
+    return copy.shape == part.shape and torch.allclose(part.float().cpu(), copy.float(), rtol=2**-7, atol=1e-6)
 
 
 def facts(target: CausalLM) -> dict[str, Any]:

@@ -58,15 +58,13 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
         raise ValueError(f"{name}: fc.bias of up to {bias.abs().max():.3g} cannot be represented; vLLM drops it too")
-    geometry, embedding = foreign.geometry_of(config, name), tensors.pop("embed_tokens.weight", None)
+    geometry, copies = foreign.geometry_of(config, name), foreign.copies_in(config, tensors, hidden, vocab, name)
     table = shapes(geometry, hidden)
     if "lm_head.weight" in tensors:
         table["lm_head.weight"] = (vocab, hidden)
     foreign.matched(tensors, table, name)
-    if embedding is not None and tuple(embedding.shape) != (vocab, hidden):
-        raise ValueError(f"{name}: embed_tokens.weight is {list(embedding.shape)}, and its config asks for {[vocab, hidden]}")
     own = {"geometry": geometry, "own_lm_head": "lm_head.weight" in tensors, "draft_vocab_size": vocab}
-    return Checkpoint("eagle", own, foreign.facts_of(config, name), tensors, name, embedding)
+    return Checkpoint("eagle", own, foreign.facts_of(config, name), tensors, name, copies)
 
 
 def write(
@@ -85,6 +83,5 @@ def write(
         **foreign.hf_layer(own["geometry"], hidden, 1, vocab),
     }
     tensors["fc.bias"] = torch.zeros(hidden, dtype=tensors["fc.weight"].dtype)
-    if (embedding := foreign.own_embedding(checkpoint, target)) is not None:
-        tensors["embed_tokens.weight"] = embedding
-    foreign.write_directory(directory, config, tensors, checkpoint)
+    tensors |= (copied := foreign.own_embedding(checkpoint, target))
+    foreign.write_directory(directory, config, tensors, checkpoint, copied)

@@ -84,7 +84,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     layer_type = "qwen3" if config.get("model_type") == "qwen3" else "llama"
     if architecture is not None and ARCHITECTURES[architecture] != layer_type:
         layer_type = ARCHITECTURES[architecture]
-    tensors = {_renamed(key): tensor for key, tensor in foreign.read_tensors(directory).items()}
+    tensors = {renamed(key): tensor for key, tensor in foreign.read_tensors(directory).items()}
     nested = config.get("eagle_config") or {}
     for key, value in nested.items():
         neutral: dict[str, tuple[Any, ...]] = {
@@ -115,6 +115,7 @@ def assembled(
     hidden = foreign.integer(config, "hidden_size", name)
     vocab = foreign.integer(config, "vocab_size", name)
     draft_vocab = foreign.integer(config, "draft_vocab_size", name, vocab)
+    copies = foreign.copies_in(config, tensors, hidden, vocab, name)
     # a number for draft_vocab_size and no lm_head: vLLM shares the target's
     own: dict[str, Any] = {
         IDS: ids,
@@ -132,7 +133,6 @@ def assembled(
             raise ValueError(f"{name}: P-EAGLE's mask token is {mask!r}; give an id of 0..{vocab - 1} as mask_token_id")
         own["mask_token_id"] = mask
 
-    embedding = tensors.pop("embed_tokens.weight", None)
     foreign.check_vocabulary(tensors, vocab, name)
     tensors.pop("t2d", None)
     for i in range(1, own["num_hidden_layers"]):  # SGLang's name for a norm that vLLM calls input_layernorm
@@ -150,15 +150,13 @@ def assembled(
         table |= {"d2t": (draft_vocab,), "lm_head.weight": (draft_vocab, hidden)}
     elif draft_vocab > vocab:
         raise ValueError(f"{name}: draft_vocab_size={draft_vocab} is more than vocab_size={vocab}, the target's")
-    if embedding is not None and tuple(embedding.shape) != (vocab, hidden):
-        raise ValueError(f"{name}: embed_tokens.weight is {list(embedding.shape)}, and its config asks for {[vocab, hidden]}")
     foreign.matched(tensors, table, name)
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
-    return Checkpoint("peagle" if peagle else "eagle3", own, facts, tensors, name, embedding)
+    return Checkpoint("peagle" if peagle else "eagle3", own, facts, tensors, name, copies)
 
 
-def _renamed(key: str) -> str:
+def renamed(key: str) -> str:
     for old, new in OLD_NAMES.items():
         key = key.replace(old, new)
     return key
@@ -206,10 +204,9 @@ def write(
         config |= {IDS: ids, "eagle_config": {IDS: [i - 1 for i in ids]}, "num_aux_hidden_states": len(ids)}
     if checkpoint.method == "peagle":
         config["ptd_token_id"] = own["mask_token_id"]
-    if (embedding := foreign.own_embedding(checkpoint, target)) is not None:
-        tensors["embed_tokens.weight"] = embedding
+    tensors |= (copied := foreign.own_embedding(checkpoint, target))
     if "d2t" in tensors:
         tensors["t2d"] = foreign.t2d_of(tensors["d2t"], vocab)
     for i in range(1, num_layers):
         tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
-    foreign.write_directory(directory, config, tensors, checkpoint)
+    foreign.write_directory(directory, config, tensors, checkpoint, copied)

@@ -2,7 +2,9 @@
 
 Weights are those of raw EAGLE-3. The layer's config stands inside `transformer_layer_config`, the drafter's keys at the top,
 the target and how many tokens to draft inside `speculators_config`. Defaults differ between the package and vLLM
-(`norm_before_residual`), so that every key is written.
+(`norm_before_residual`), so that every key is written. So are copies of the target's embedding and, where the drafter has none,
+of its output layer: the package means to fetch what is missing from the target, and with transformers 5.24 leaves memory that
+was never written instead.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
         )
     ids = raw_eagle3.layer_ids({raw_eagle3.IDS: config.get(raw_eagle3.IDS)}, facts.get("num_hidden_layers"), name)
     keys = {key: config.get(key) for key in ("draft_vocab_size", "target_hidden_size", "mask_token_id")}
-    found = raw_eagle3.assembled(name, layer | keys, tensors, ids, flags, layer["model_type"], facts)
+    found = raw_eagle3.assembled(
+        name, layer | keys | {foreign.OURS: config.get(foreign.OURS)}, tensors, ids, flags, layer["model_type"], facts
+    )
     if found.method != kind:
         raise ValueError(f"{name}: speculators_model_type={kind!r}, and the weights are those of {found.method}")
     return found
@@ -59,6 +63,9 @@ def write(
 ) -> None:
     own, tensors, kind = checkpoint.config, dict(checkpoint.tensors or {}), checkpoint.method
     hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")
+    shared = ["embed_tokens.weight", *(["lm_head.weight"] if not own["own_lm_head"] else [])]
+    if target is None:
+        raise ValueError(f"{checkpoint.name}: the format holds copies of the target's {' and '.join(shared)}; give target=")
     if own["norm_before_fc"] and own["fc_norm"]:
         raise ValueError(f"{checkpoint.name}: norm_before_fc and fc_norm are both true, which speculators refuses; train one")
     layer = {
@@ -95,11 +102,10 @@ def write(
     }
     if kind == "peagle":
         config["mask_token_id"] = own["mask_token_id"]
-    if (embedding := foreign.own_embedding(checkpoint, target)) is not None:
-        tensors["embed_tokens.weight"] = embedding
+    tensors |= (copied := foreign.copies(checkpoint, target, *shared))
     if "d2t" in tensors:
         tensors["t2d"] = foreign.t2d_of(tensors["d2t"], vocab)
-    foreign.write_directory(directory, config, tensors, checkpoint)
+    foreign.write_directory(directory, config, tensors, checkpoint, copied)
 
 
 def _architectures(model_type: str | None) -> list[str]:
