@@ -20,9 +20,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdec import sampling
-from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft
-from specdec.drafter import Drafter, Init, nothing
+from specdec.drafter import Drafter, nothing
 from specdec.kv import SlotCache, Window, end_to_end, slot_attention
 from specdec.target import CausalLM
 from specdec.training import unroll
@@ -138,8 +137,7 @@ class ChainDrafter(Drafter):
     """A Drafter with attention: `fuse` and `step` are the method's, the caches and the order of things are here."""
 
     def prepare(self) -> None:
-        self.feature_scale: Tensor | None
-        self.register_buffer("feature_scale", None)
+        super().prepare()
         self.cache = SlotCache(self.slots(), self.target.dtype, self.target.device)
 
     # ---------------------------------------------------------------- what a method adds
@@ -297,30 +295,3 @@ class ChainDrafter(Drafter):
             state, hidden = self.step(embedding, hidden, position, attend, None if k else rows)
             states.append(state)
         return states
-
-    # ---------------------------------------------------------------- at rest
-
-    fc: nn.Linear  # its last columns read the target's states
-
-    def for_training(self, objective: Checked, init: Init, statistics: Tensor | None = None, warm: bool = False) -> None:
-        super().for_training(objective, init, statistics, warm)
-        if init.scale_features and statistics is not None and self.scales_features():
-            rms = statistics.float().pow(2).mean(0).sqrt().flatten().clamp(min=1e-3).to(self.target.device)
-            self.feature_scale = 1 / rms
-            if warm:
-                with torch.no_grad():
-                    self.fc.weight[:, -len(rms) :] *= rms
-
-    def scales_features(self) -> bool:
-        """Whether target states reach `fc` as they are."""
-        return False
-
-    def exported(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
-        """The drafter as a checkpoint: scaling folded in."""
-        checkpoint = super().exported(tensors)
-        assert checkpoint.tensors is not None
-        if (scale := checkpoint.tensors.pop("feature_scale", None)) is not None:
-            weight = checkpoint.tensors["fc.weight"].clone()
-            weight[:, -len(scale) :] *= scale
-            checkpoint.tensors["fc.weight"] = weight
-        return checkpoint

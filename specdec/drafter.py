@@ -50,7 +50,7 @@ class Init(Checked):
 
     lm_head: the target's rows, or random; train_lm_head: false keeps them; scale_features: target states are divided by their
     root mean square per dimension while training, since a few dimensions are hundreds of times larger than the rest; this is
-    folded into `fc` when the drafter is saved. Where a norm comes first it does nothing.
+    folded into the weight that reads them when the drafter is saved. Where a norm comes first it does nothing.
     """
 
     what: ClassVar[str] = "train.init key"
@@ -149,6 +149,14 @@ class Drafter(Learner):
 
     def prepare(self) -> None:
         """Make what it needs beside its modules, once these are there."""
+        self.feature_scale: Tensor | None
+        self.register_buffer("feature_scale", None)
+
+    scaled: ClassVar[str | None] = None  # the weight whose last columns read the target's states, if these may be scaled
+
+    def unscaled(self, hidden_NTD: Tensor) -> Tensor:
+        """[N, columns] the states as they are before scaling."""
+        return hidden_NTD.flatten(1)
 
     def propose(self, context: Context) -> Draft:
         raise NotImplementedError
@@ -277,17 +285,28 @@ class Drafter(Learner):
                 drafter.adopt(target)
         return drafter.exported()
 
-    def for_training(self, objective: Checked, init: Init, statistics: Tensor | None = None, warm: bool = False) -> None:
+    def for_training(self, objective: Checked, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
         """float32 masters that gradients reach. statistics: [tokens, T, D] target states to scale features by; warm: the
         weights were trained before, so what is prepared must leave the function as it is."""
         self.objective = objective
         self.float().requires_grad_(True)
         for head in self.own_heads():
             head.requires_grad_(init.train_lm_head)
+        if init.scale_features and statistics is not None and self.scaled is not None:
+            rms = self.unscaled(statistics).float().pow(2).mean(0).sqrt().clamp(min=1e-3).to(self.target.device)
+            self.feature_scale = 1 / rms
+            if warm:
+                with torch.no_grad():
+                    self.get_parameter(self.scaled)[:, -len(rms) :] *= rms
 
     def exported(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
-        """The drafter as a checkpoint. tensors: its state, where that is gathered from several processes."""
+        """The drafter as a checkpoint, scaling folded in. tensors: its state, where that is gathered from several processes."""
         tensors = {key: tensor.detach().cpu() for key, tensor in (self.state_dict() if tensors is None else tensors).items()}
+        if (scale := tensors.pop("feature_scale", None)) is not None:
+            assert self.scaled is not None
+            weight = tensors[self.scaled].clone()
+            weight[:, -len(scale) :] *= scale
+            tensors[self.scaled] = weight
         return Checkpoint(self.name, self.config, native.facts(self.target), tensors)
 
     def write(self, directory: Any, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:

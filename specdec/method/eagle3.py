@@ -147,5 +147,6 @@ class Eagle3(ChainDrafter):
         ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)
         self.norm.weight.copy_(0.25 * target.final_norm(ones)[0])
 
-    def scales_features(self) -> bool:
-        return self.input_norm is None and self.fc_norm is None  # a norm would undo it
+    @property
+    def scaled(self) -> str | None:  # type: ignore[override]
+        return "fc.weight" if self.input_norm is None and self.fc_norm is None else None  # a norm would undo it

@@ -127,9 +127,15 @@ class MLP(Drafter):
         mixed = self.proj[min(k, len(self.proj) - 1)](state_ND) + self.embedding_weight * embedded
         return F.gelu(self.ln[min(k, len(self.ln) - 1)](mixed))
 
-    def first_state(self, hidden_NTD: Tensor) -> Tensor:
+    scaled = "proj.0.weight"
+
+    def unscaled(self, hidden_NTD: Tensor) -> Tensor:
         state = self.last_state(hidden_NTD[:, -1])
         return rms(state) / 2**0.5 if self.scale_input else state
+
+    def first_state(self, hidden_NTD: Tensor) -> Tensor:
+        state = self.unscaled(hidden_NTD)
+        return state if self.feature_scale is None else state * self.feature_scale
 
     def head_logits(self, k: int, state_ND: Tensor) -> Tensor:
         return self.head[min(k, len(self.head) - 1)](state_ND) if len(self.head) else self.draft_logits(state_ND)
