@@ -3,11 +3,15 @@ engines' rules, and the public `speculators` package computes the same drafts fr
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_cli import OFFLINE, Cli, call, rows_of
 from torch import Tensor
 
 from specdec import checkpoint, hub
 from specdec.chain import ChainDrafter
 from specdec.checkpoint import foreign, lint, mlp_speculator, native
 from specdec.checkpoint.native import Checkpoint
+from specdec.config import CONF
 from specdec.drafter import Init
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
@@ -840,3 +846,205 @@ def test_the_packages_converter_keeps_every_tensor(tmp_path: Path) -> None:
     assert came.config == made.config
     for key, tensor in (made.tensors or {}).items():
         assert torch.equal(came.tensors[key], tensor), key
+
+
+# ------------------------------------------------------------------------------------------------------------------- share
+
+TRAIN, EVAL = CONF.parent / "train", CONF.parent / "eval"
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Cli:
+    return partial(call, "share", cwd=tmp_path, folder=TRAIN)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training run, whose best checkpoint was measured."""
+    folder = tmp_path_factory.mktemp("run")
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one two three " * 3}]
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"messages": [{**turns[0], "content": f"hello {i}"}, turns[1]]}) + "\n" for i in range(12))
+    )
+    done = call(
+        "eagle", "model=tiny", "model.dtype=float32", "model.device=cpu", "data=jsonl", f"data.path={folder}/data.jsonl",
+        "data.held_out=2", "train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_size=2", "train.eval_every=1",
+        "train.mixed_precision=no", "train.drafter.draft_vocab_size=100", "eval.num_prompts=1", "eval.max_tokens=8",
+        f"out_dir={folder}/out", cwd=folder, folder=TRAIN,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def evaluation(run: Path) -> Path:
+    out_dir = run.parent / "evaluation"
+    small = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", f"out_dir={out_dir}")
+    done = call("run", *small, "method=eagle3", f"checkpoint={run}", "method.num_speculative_tokens=4", cwd=run, folder=EVAL)
+    assert done.code == 0, done.err
+    return out_dir
+
+
+FILES = {"config.json", "model.safetensors", "provenance.json", "README.md"}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators", "native"])
+def test_a_run_is_shared(engine: str, run: Path, share: Cli, tmp_path: Path) -> None:
+    done = share(f"checkpoint={run}", f"format={engine}", "out=shared", "serve_target=org/model")
+    assert done.code == 0, done.err
+    out = tmp_path / "shared"
+    assert {path.name for path in out.iterdir()} == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"], "nothing temporary stays"
+    came, made = checkpoint.load(out), native.load(run)
+    same(came, made)
+    card = (out / "README.md").read_text()
+    row = next(
+        row
+        for row in rows_of(run / "metrics.jsonl")
+        if row["step"] == json.loads((out / "provenance.json").read_text())["step"]
+    )
+    assert f"| all | {row['mean_acceptance_length']:.3f} |" in card
+    assert "base_model: org/model\n" in card
+    assert (out / "model.safetensors").stat().st_size > 1000
+    assert hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest() in card
+    vllm = (
+        """vllm serve org/model --speculative-config '{"method": "eagle3", "model": "shared", "num_speculative_tokens": 3}'\n"""
+    )
+    sglang = (
+        "python -m sglang.launch_server --model-path org/model --speculative-algorithm EAGLE3 --speculative-draft-model-path "
+        "shared --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4\n"
+    )
+    assert (vllm in card) == (engine != "native")
+    assert (sglang in card) == (engine in ("vllm", "sglang"))
+    assert (sglang if engine == "sglang" else vllm if engine != "native" else "python eval/run.py method=eagle3") in done.out
+    for name in ("README.md", "config.json", "provenance.json"):
+        assert str(tmp_path.parent.parent) not in (out / name).read_text(), "no directories of this machine"
+
+
+def test_measured_numbers_are_those_of_the_evaluation(run: Path, evaluation: Path, share: Cli, tmp_path: Path) -> None:
+    done = share(f"checkpoint={run}", "out=shared", f"eval={evaluation}", "dtype=bfloat16")
+    assert done.code == 0, done.err
+    overall = json.loads((evaluation / "summary.json").read_text())["overall"]
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert f"| all | {overall['mean_acceptance_length']:.3f} | {overall['tokens_per_step']:.3f} |" in card
+    assert '"num_speculative_tokens": 4}' in card
+    assert "eval/run.py" in card
+    assert "Lossless" in card
+    held = load_file(tmp_path / "shared" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16, torch.int64, torch.bool}
+
+
+def test_a_foreign_drafter_becomes_ours(share: Cli, tmp_path: Path) -> None:
+    written(tmp_path / "theirs", "eagle3-layers", "vllm")
+    rows = loaded().model.get_input_embeddings().weight.detach()
+    edited(tmp_path / "theirs", put(embed_tokens__weight=rows), specdec=None)
+    assert "give target=" in share("checkpoint=theirs", "format=native", "out=ours").error
+    assert not (tmp_path / "ours").exists()
+    done = share("checkpoint=theirs", "format=native", "out=ours", "target=tiny-llama")
+    assert done.code == 0, done.err
+    same(native.load(tmp_path / "ours"), trained("eagle3-layers"))
+    assert "Not measured" in (tmp_path / "ours" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["eagle", "peagle", "mlp-tied"])
+def test_other_methods_are_shared(name: str, share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained(name), {}, "")
+    done = share("checkpoint=ours", "format=vllm", "out=shared")
+    assert done.code == 0, done.err
+    method = {"eagle": '"method": "eagle"', "peagle": '"method": "eagle3"', "mlp-tied": '"method": "mlp_speculator"'}[name]
+    assert method in done.out
+    assert ('"parallel_drafting": true' in done.out) == (name == "peagle")
+    assert ("0.33 has no MLP" in (tmp_path / "shared" / "README.md").read_text()) == (name == "mlp-tied")
+
+
+def test_what_an_engine_would_not_load_leaves_nothing_behind(share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained("eagle3-norm-before-residual"), {}, "")
+    done = share("checkpoint=ours", "format=sglang", "out=shared")
+    assert "sglang would not load" in done.err
+    assert "norm_before_residual" in done.out
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    assert share("checkpoint=ours", "format=vllm", "out=shared").code == 0
+
+
+def test_lint_alone(share: Cli, tmp_path: Path) -> None:
+    written(tmp_path / "good", "eagle3", "vllm")
+    done = share("lint=good")
+    assert done.code == 0, done.err
+    assert "loads" in done.out
+    edited(written(tmp_path / "bad", "eagle3", "vllm"), without("norm.weight"))
+    done = share("lint=bad")
+    assert done.code == 1
+    assert "norm.weight" in done.out
+    assert "writes nothing" in share("lint=good", "out=x").error
+    assert "fc.weight" not in share("lint=good", "target=tiny-llama").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "checkpoint is missing"),
+        (("checkpoint=ours",), "out is missing"),
+        (("checkpoint=ours", "out=x", "format=tgi"), "format='tgi'"),
+        (("checkpoint=ours", "out=ours"), "there already"),
+        (("checkpoint=ours", "out=x", "push=here"), "org/name"),
+        (("checkpoint=ours", "out=x", "eval=ours"), "eval/run.py"),
+        (("checkpoint=ours", "out=x", "num_speculative_tokens=0"), "num_speculative_tokens=0"),
+        (("checkpoint=ours", "out=x", "dtype=int8"), "int8"),
+        (("checkpoint=ours", "out=x", "target=tiny-gemma2"), "tiny-gemma2"),
+        (("checkpoint=nowhere", "out=x"), "nowhere"),
+        (("checkpoint=ours", "out=x", "outt=y"), "outt"),
+    ],
+)
+def test_what_share_refuses(arguments: tuple[str, ...], words: str, share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained("eagle3"), {}, "")
+    assert words in share(*arguments).error
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_push_that_fails_is_one_line_and_keeps_the_files(share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained("eagle3"), {}, "")
+    error = share("checkpoint=ours", "out=shared", "push=org/name").error
+    assert "push=org/name" in error
+    assert "hf auth login" in error
+    assert {path.name for path in (tmp_path / "shared").iterdir()} == FILES
+    assert '"model": "org/name"' in (tmp_path / "shared" / "README.md").read_text()
+
+
+def test_a_push_uploads_the_directory(share: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        def create_repo(self, repository: str, **how: Any) -> str:
+            seen.append((repository, how))
+            return f"https://hub/{repository}"
+
+        def upload_folder(self, **how: Any) -> None:
+            seen.append((how["repo_id"], {"files": {path.name for path in Path(how["folder_path"]).iterdir()}}))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained("eagle3"), {}, "")
+    done = share("checkpoint=ours", "out=shared", "push=org/name", "private=true")
+    assert done.code == 0, done.err
+    assert seen == [("org/name", {"private": True, "exist_ok": True}), ("org/name", {"files": FILES})]
+    assert "https://hub/org/name" in done.out
+
+
+def test_share_is_a_program(tmp_path: Path) -> None:
+    """As a process of its own: the exit code and the one line."""
+    written(tmp_path / "bad", "eagle3", "vllm")
+    (tmp_path / "bad" / "model.safetensors").write_bytes(b"")
+    done = subprocess.run(
+        [sys.executable, str(TRAIN / "share.py"), "lint=bad"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **OFFLINE},
+    )
+    assert done.returncode == 1
+    assert "cannot be read" in done.stdout
+    assert done.stderr == ""

@@ -1,0 +1,342 @@
+"""Share a drafter: write it as an engine loads it, hold it against the engines' rules, and say what it is and how to serve it.
+
+    python train/share.py checkpoint=outputs/eagle3_demo-llama-demo format=vllm out=shared
+    python train/share.py checkpoint=DIR format=speculators out=shared serve_target=meta-llama/Llama-3.1-8B-Instruct
+    python train/share.py checkpoint=DIR out=shared eval=outputs/eagle3-demo push=org/name
+    python train/share.py checkpoint=org/their-drafter format=native out=mine target=meta-llama/Llama-3.1-8B-Instruct
+    python train/share.py lint=DIR target=meta-llama/Llama-3.1-8B-Instruct
+
+Writes out/config.json, model.safetensors, provenance.json and README.md. Exit code 1 if the engine would not load it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+FORMATS = ("vllm", "sglang", "speculators", "native")
+SHOWN = ("mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position", "speedup")
+
+
+def run(cfg: dict[str, Any]) -> None:
+    if cfg["lint"] is not None:
+        for key in ("checkpoint", "out", "push", "eval"):
+            if cfg[key] is not None:
+                raise ValueError(f"lint={cfg['lint']} writes nothing; leave {key}= out")
+        if not linted(Path(cfg["lint"]), cfg["target"]):
+            sys.exit(1)
+        return
+    for key in ("checkpoint", "out"):
+        if cfg[key] is None:
+            raise ValueError(f"{key} is missing; give {key}=DIR, or lint=DIR to look at a directory alone")
+    if cfg["format"] not in FORMATS:
+        raise ValueError(f"format={cfg['format']!r}: use one of {', '.join(FORMATS)}")
+    if cfg["push"] is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg["push"]):
+        raise ValueError(f"push={cfg['push']!r} is no repository of the hub; give org/name")
+    if cfg["num_speculative_tokens"] is not None and cfg["num_speculative_tokens"] < 1:
+        raise ValueError(f"num_speculative_tokens={cfg['num_speculative_tokens']}: at least 1 is needed")
+    out = Path(cfg["out"])
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
+    measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
+
+    from specdec import checkpoint, report
+    from specdec.checkpoint import native
+    from specdec.target import CausalLM, choose_dtype
+
+    source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
+    made = checkpoint.load(source)
+    target, given = None, cfg["target"] or (made.target.get("name") if holds_parts(made, cfg["format"]) else None)
+    if given is not None:
+        target = CausalLM(given, "float32", "cpu")
+        made.check(made.method, target)
+        made.target = native.facts(target) | {"name": made.target.get("name", target.name)}
+    if made.copies and target is None:
+        raise ValueError(f"{source} holds {min(made.copies)}, which must be the target's; give target= to compare them")
+    if cfg["dtype"] is not None:
+        import torch
+
+        dtype = choose_dtype(cfg["dtype"], torch.device("cpu"))
+        cast = {key: x.to(dtype) if x.is_floating_point() else x for key, x in (made.tensors or {}).items()}
+        made = replace(made, tensors=cast)
+    measured = measured or trained(source)
+    if measured and (name := measured.get("target")) and made.target.get("name") not in (None, name):
+        raise ValueError(
+            f"eval={cfg['eval']} measured on {name}, and the drafter is for {made.target['name']}; give its own run"
+        )
+    told = public(provenance_of(source, cfg["checkpoint"]))
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        if cfg["format"] == "native":
+            native.save(temporary, made, told, "")
+        else:
+            checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"])
+            (temporary / "provenance.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
+            if not linted(temporary, given, engine_of(cfg["format"], made.method), str(out)):
+                raise ValueError(f"{cfg['format']} would not load this drafter, for the reasons above; nothing was written")
+        (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary))
+        temporary.chmod(0o755)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    report.show(f"written to {out}; serve it with:")
+    print(serve(made, cfg, measured))  # not wrapped, so that it can be copied
+    if cfg["push"] is not None:
+        report.show(f"uploaded: {push(out, cfg['push'], cfg['private'])}")
+
+
+def holds_parts(made: Any, format: str) -> bool:
+    """Whether the target's weights are needed: to be compared, or to be written along."""
+    shares = made.method == "mlp" and not (made.config["own_embedding"] and made.config["own_lm_head"])
+    scales = str(made.target.get("model_type")).startswith("gemma")
+    return bool(made.copies) or (format != "native" and (format == "speculators" or shares or scales))
+
+
+# --------------------------------------------------------------------------------------------------------------- lint
+
+
+def engine_of(format: str, method: str) -> str:
+    """The engine, by the lint's name, that the format is for."""
+    return "vllm_0_32" if (format, method) == ("vllm", "mlp") else format
+
+
+def linted(directory: Path, target: str | None, engine: str | None = None, name: str | None = None) -> bool:
+    """Show what the engines would make of a directory; whether the engine, or any of them, would load it."""
+    from rich.table import Table
+
+    from specdec import report
+    from specdec.checkpoint import lint
+
+    findings = lint.check(directory, target)
+    verdict = lint.loads(findings)
+    grid = Table(title=f"{name or directory}", title_justify="left", header_style="bold")
+    for column in ("engine", "", "rule", "why, and what to do"):
+        grid.add_column(column, no_wrap=column != "why, and what to do")
+    for key, label in lint.ENGINES.items():
+        own = [found for found in findings if found.engine == key]
+        grid.add_row(label, "loads" if verdict[key] else "does not", "", "", style="bold")
+        for found in own:
+            grid.add_row("", found.severity, found.rule, found.text.replace(str(directory), name or str(directory)))
+    report.show(grid)
+    return verdict[engine] if engine else any(verdict.values())
+
+
+# -------------------------------------------------------------------------------------------------------- what is known
+
+
+def read(path: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}); {what}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no mapping; {what}")
+    return found
+
+
+def evaluated(directory: Path) -> dict[str, Any]:
+    """The numbers of an eval/run.py."""
+    what = "give the out_dir of an eval/run.py that has finished"
+    summary = read(directory / "summary.json", what)
+    overall = summary.get("overall")
+    if not isinstance(overall, dict) or "mean_acceptance_length" not in overall:
+        raise ValueError(f"{directory / 'summary.json'} holds no acceptance; {what}")
+    keys = ("target", "dtype", "rejection", "method", "num_speculative_tokens", "sampling", "lossless_said", "environment")
+    return {
+        "how": "eval/run.py",
+        **{key: summary.get(key) for key in keys},
+        "overall": {key: overall.get(key) for key in SHOWN},
+        "categories": {name: {key: row.get(key) for key in SHOWN} for name, row in (summary.get("categories") or {}).items()},
+    }
+
+
+def trained(source: Path) -> dict[str, Any] | None:
+    """The numbers that a training run measured for this checkpoint on its held-out prompts; None where there are none."""
+    out_dir = source.parent.parent
+    if not (out_dir / "metrics.jsonl").exists() or not (source / "provenance.json").exists():
+        return None
+    told = read(source / "provenance.json", "the checkpoint is not whole")
+    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    row = next((row for row in rows if row.get("step") == told.get("step") and "mean_acceptance_length" in row), None)
+    if row is None:
+        return None
+    identity = told.get("identity") or {}
+    return {
+        "how": f"train/, held-out prompts, step {told['step']}",
+        "target": identity.get("target"),
+        "dtype": identity.get("dtype"),
+        "num_speculative_tokens": (identity.get("eval") or {}).get("num_speculative_tokens"),
+        "overall": {key: row.get(key) for key in SHOWN},
+        "categories": {},
+    }
+
+
+def provenance_of(source: Path, given: str) -> dict[str, Any]:
+    """That of the checkpoint, and how it came here."""
+    from specdec.checkpoint import native
+
+    before = read(source / "provenance.json", "the checkpoint is not whole") if (source / "provenance.json").exists() else {}
+    return {**before, "shared": native.provenance(checkpoint=given)}
+
+
+def public(value: Any) -> Any:
+    """Without the directories of this machine: of an absolute path the last part stays."""
+    if isinstance(value, dict):
+        return {key: public(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [public(inner) for inner in value]
+    return re.sub(r"(?<![\w.:/-])(~|/)[^\s,\]}'\"]*/", "", value) if isinstance(value, str) else value
+
+
+# --------------------------------------------------------------------------------------------------------- model card
+
+
+def served(made: Any, cfg: dict[str, Any]) -> str:
+    """The target's name in a serve command."""
+    from specdec.checkpoint import foreign
+
+    return cfg["serve_target"] or foreign.public_name(made) or "TARGET"
+
+
+def serve(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> str:
+    """The command that serves the drafter, from the hub's repository if it is pushed."""
+    name, target = cfg["push"] or Path(cfg["out"]).name, served(made, cfg)
+    count = cfg["num_speculative_tokens"] or (measured or {}).get("num_speculative_tokens") or made.config.get("n_predict") or 3
+    if cfg["format"] == "native":
+        return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
+    if cfg["format"] == "sglang":
+        algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3"}[made.method]
+        return (
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
+            f"--speculative-draft-model-path {name} --speculative-num-steps {count} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {count + 1}"
+        )
+    spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
+    if made.method == "peagle":
+        spec |= {"method": "eagle3", "parallel_drafting": True}
+    if made.method == "mlp":
+        spec["method"] = "mlp_speculator"
+    return f"vllm serve {target} --speculative-config '{json.dumps(spec)}'"
+
+
+def card(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None, told: dict[str, Any], directory: Path) -> str:
+    """The README.md of what is shared."""
+    from specdec.checkpoint import lint
+
+    target = served(made, cfg)
+    head = ["---", *([f"base_model: {target}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", target) else [])]
+    head += ["tags:", "- speculative-decoding", f"- {made.method}", "---", ""]
+    facts = {key: value for key, value in made.target.items() if key != "name"}
+    shape = {key: value for key, value in made.config.items() if key != "geometry"}
+    parts = [
+        *head,
+        f"# {made.method} drafter for {target}",
+        "",
+        f"Drafts tokens that {target} verifies: {', '.join(f'{key} {value}' for key, value in facts.items())}. "
+        "It is right for that target alone.",
+        "",
+        "## Serve",
+        "",
+    ]
+    engines = [cfg["format"]]
+    if cfg["format"] in ("vllm", "sglang") and made.method != "mlp":
+        verdict = lint.loads(lint.check(directory))
+        engines = [engine for engine in ("vllm", "sglang") if verdict[engine]]
+    for engine in engines:
+        parts += ["```", serve(made, cfg | {"format": engine}, measured), "```", ""]
+    if made.method == "mlp" and cfg["format"] != "native":
+        parts += [
+            "vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",
+            "",
+        ]
+    parts += ["## Acceptance", "", *acceptance(measured), "", "## Drafter", ""]
+    parts += [f"- {key}: {value}" for key, value in shape.items()]
+    parts += [f"- {key}: {value}" for key, value in (made.config.get("geometry") or {}).items()]
+    with (directory / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    parts += [f"- model.safetensors: sha256 {digest}", "", "## Provenance", ""]
+    identity = told.get("identity") or {}
+    listed = {
+        "trained with": " ".join(told.get("command") or []) or "not told; imported",
+        "step": told.get("step"),
+        "data": identity.get("data"),
+        "seed": identity.get("seed"),
+        "code": told.get("git_revision"),
+        "torch": told.get("torch"),
+        "written with": " ".join(told["shared"]["command"]),
+    }
+    parts += [f"- {key}: {value}" for key, value in listed.items() if value is not None]
+    return "\n".join([*parts, "", "More in provenance.json.", ""])
+
+
+def acceptance(measured: dict[str, Any] | None) -> list[str]:
+    """What was measured, as lines of a model card."""
+    if measured is None:
+        return ["Not measured. Measure it: `python eval/run.py`, and share again with `eval=` its directory."]
+    known = ("target", "dtype", "rejection", "num_speculative_tokens", "sampling")
+    how = ", ".join(f"{key} {measured[key]}" for key in known if measured.get(key) is not None)
+    lines = [f"Measured by {measured['how']}: {how}.", ""]
+    lines += [
+        "| prompts | mean acceptance length | tokens per step | acceptance per position | speedup |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in {**measured["categories"], "all": measured["overall"]}.items():
+        rates = " ".join(f"{rate:.2f}" for rate in row.get("acceptance_rate_per_position") or [] if rate is not None)
+        cells = [
+            number(row.get("mean_acceptance_length")),
+            number(row.get("tokens_per_step")),
+            rates or "-",
+            number(row.get("speedup")),
+        ]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    lines += ["", "Mean acceptance length counts the bonus token, over steps with a draft."]
+    if said := measured.get("lossless_said"):
+        lines.append(f"Lossless: {said}.")
+    return lines
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+# --------------------------------------------------------------------------------------------------------------- hub
+
+
+def push(directory: Path, repository: str, private: bool) -> str:
+    """Upload a directory, making the repository if there is none; returns its address."""
+    from huggingface_hub import HfApi
+
+    from specdec.core import first_line
+
+    try:
+        api = HfApi()
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=directory, commit_message="A drafter, by specdec")
+    except Exception as error:  # no network, no token, no right: each has errors of its own, of several lines
+        raise ValueError(
+            f"push={repository}: not uploaded ({first_line(error)}); {directory} is whole: log in (hf auth login) and push it"
+        ) from None
+    return str(address)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="share")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("share")
+    main()
