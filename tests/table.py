@@ -27,6 +27,7 @@ import torch
 import yaml
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdec import method, rejection
 from specdec.core import Context, Draft, Proposer, SamplingParams
@@ -88,7 +89,9 @@ class TableLM(CausalLM):
         self.head_VD = torch.randn(self.vocab_size, self.hidden_size, generator=noise)
         self.own_embedding = torch.nn.Embedding(self.vocab_size, self.hidden_size).requires_grad_(False)
         self.own_embedding.weight.copy_(torch.randn(self.vocab_size, self.hidden_size, generator=noise))
-        self.model = SimpleNamespace(get_output_embeddings=self._head)
+        self.config._attn_implementation = "specdec"
+        decoder = SimpleNamespace(layers=[LlamaDecoderLayer(self.config, 0)], rotary_emb=LlamaRotaryEmbedding(self.config))
+        self.model = SimpleNamespace(get_output_embeddings=self._head, get_decoder=lambda: decoder)
 
     def _head(self) -> torch.nn.Linear:
         head = torch.nn.Linear(self.hidden_size, self.vocab_size, bias=False).requires_grad_(False)
@@ -147,6 +150,7 @@ class TableLM(CausalLM):
         first_row: int = 0,
         last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
+        keep: np.ndarray | None = None,
     ) -> Output:
         token_N = token_N.numpy()
         assert len(token_N) == length_B.sum() > 0
@@ -166,7 +170,7 @@ class TableLM(CausalLM):
         last_N = seen_NS[each_N, slot_N]
         before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
 
-        keep_N = each_N
+        keep_N = each_N if keep is None else keep
         if last_only:  # of a row without tokens, some other token, as CausalLM has it
             keep_N = (np.cumsum(length_B) - 1).clip(0)
         logits = self._logits(before_N[keep_N], last_N[keep_N], slot_N[keep_N])
@@ -269,6 +273,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for how in ("greedy", "probabilistic")
         for drafter in ("same", "noisy", "negated")
     },
+    "pard": {
+        f"{how}-pard-{drafter}": _K | {"model": drafter, "draft_sample_method": how, "pard_token": 0}
+        for how in ("greedy", "probabilistic")
+        for drafter in ("same", "negated")
+    },
     "eagle": {f"{how}-eagle": _K | {"model": "fresh", "draft_sample_method": how} for how in ("greedy", "probabilistic")},
     "extract_hidden_states": {
         "extract": {
@@ -281,6 +290,21 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         f"{how}-eagle3-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
         for size in ("fresh", "fresh-reduced")
+    },
+    "mlp": {
+        f"{how}-mlp-{size}": _K | {"model": size, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for size in ("fresh", "fresh-reduced")
+    },
+    "peagle": {
+        f"{how}-peagle-{size}": _K | {"model": size, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for size in ("fresh", "fresh-reduced")
+    },
+    "mtp": {
+        f"{how}-mtp-{size}": _K | {"model": size, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for size in ("fresh-reduced", "fresh-modules")
     },
     "custom_class": {"own-law": _K | {"model": "table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
 }
@@ -320,7 +344,8 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
     if str(model).startswith("fresh"):
         ids = np.array([0, 2]) if model == "fresh-reduced" else None
         drafter: Any = method.find(name)
-        settings = settings | {"model": drafter.fresh(target, {}, Init(scale_features=False), ids)}
+        architecture = {"num_modules": NUM_DRAFT} if model == "fresh-modules" else {}
+        settings = settings | {"model": drafter.fresh(target, architecture, Init(scale_features=False), ids)}
     elif model == "same":
         settings = settings | {"model": target}
     elif model in ("noisy", "negated"):

@@ -31,7 +31,9 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
     given["method"] = given.pop("name")
     if name == "draft_model":
         given["model"] = str(target.path)
-    if name in ("eagle", "eagle3"):
+    if name == "pard":  # the target itself, of which some token stands for what is not there yet
+        given |= {"model": str(target.path), "pard_token": 1}
+    if name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
         given["model"] = drafter(name, target)
     if name == "extract_hidden_states":
         last = target.num_layers
@@ -41,10 +43,11 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
 
 
 def drafter(name: str, target: CausalLM) -> str:
-    """The directory of an EAGLE drafter with random weights that nevertheless drafts what is accepted now and then."""
+    """The directory of a drafter with random weights that nevertheless drafts what is accepted now and then."""
     directory = Path(tempfile.mkdtemp())
     own: Any = method_of.find(name)
-    checkpoint = own.fresh(target, {}, Init(), np.arange(60, 200) if name == "eagle3" else None)
+    architecture = {"num_modules": 3} if name == "mtp" else {}
+    checkpoint = own.fresh(target, architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)
     native.save(directory, checkpoint, {}, "")
     return str(directory)
 

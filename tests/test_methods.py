@@ -172,14 +172,18 @@ def test_unknown_settings_name_the_nearest() -> None:
 
 Make = Callable[[], Proposer]
 LAWS = {"draft_sample_method": "probabilistic"}
-VARIANTS = [*((name, {}) for name in METHODS), *((name, LAWS) for name in ("draft_model", "eagle", "eagle3"))]
+VARIANTS = [
+    *((name, {}) for name in METHODS),
+    *((name, LAWS) for name in ("draft_model", "pard", "eagle", "eagle3", "mlp", "mtp", "peagle")),
+]
 
 
 @cache
 def drafter(name: str) -> tempfile.TemporaryDirectory[str]:
-    """A checkpoint of an EAGLE drafter as it is before training, for `tiny`."""
+    """A checkpoint of a drafter as it is before training, for `tiny`."""
     directory, own = tempfile.TemporaryDirectory(), method.find(name)
-    checkpoint = own.fresh(tiny(), {}, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
+    architecture = {"num_modules": 3} if name == "mtp" else {}
+    checkpoint = own.fresh(tiny(), architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
     native.save(Path(directory.name), checkpoint, {}, "")
     return directory
 
@@ -190,7 +194,9 @@ def build(name: str, **more: Any) -> Proposer:
     given["method"] = given.pop("name")
     if name == "draft_model":
         given["model"] = "tiny"
-    if name in ("eagle", "eagle3"):
+    if name == "pard":
+        given |= {"model": "tiny", "pard_token": 300}
+    if name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
         given["model"] = drafter(name).name
     if name == "extract_hidden_states":
         given["shared_storage_path"] = tempfile.mkdtemp()

@@ -127,7 +127,8 @@ class MTP(ChainDrafter):
                 f"{num_modules} tokens; lower it"
             )
         self.mtp = nn.ModuleList(Module(self.target, place) for place in range(num_modules))
-        self.tail: dict[int, Tensor] = {}  # of each row, the last states that later modules will read again
+        # of each row, the last states, which later modules will read again, and the position behind them
+        self.tail: dict[int, tuple[int, Tensor]] = {}
 
     def slots(self) -> list[tuple[int, ...]]:
         return [self.target.slots()[_kind(self.target)]] * len(self.mtp)
@@ -174,13 +175,14 @@ class MTP(ChainDrafter):
         parts: list[Tensor] = []
         start_B, count_B = context.length_B - 1, np.zeros(len(context.rows), dtype=np.int64)
         for b, row in enumerate(context.rows):
-            fused = self.fuse(context.hidden[b])
+            fused, end = self.fuse(context.hidden[b]), int(context.length_B[b]) - 1
             if row in self.tail:
-                fused = torch.cat([self.tail[row], fused])
-            self.tail[row] = fused[-num_later:]
+                behind, kept = self.tail[row]
+                fused = torch.cat([kept[: max(len(kept) - (behind - end + len(fused)), 0)], fused])
+            self.tail[row] = end, fused[-num_later:]
             if not draft_B[b]:
                 continue
-            first, ids = int(context.length_B[b]) - 1 - len(fused), context.tokens(b)
+            first, ids = end - len(fused), context.tokens(b)
             settled = len(fused) - num_later  # pairs that every module has the tokens for
             if settled > len(self.mtp):
                 self._settle(context.rows[b : b + 1], ids, fused[:settled], first)
