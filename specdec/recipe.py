@@ -7,6 +7,7 @@ load the target and the data, make the drafter, `fit`, and write down what came 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     # everything that a typo can break comes before the weights
     recipe, model, name = dict(cfg["train"]), cfg["model"], cfg["method"]["name"]
     drafter_class: Any = method.find(name)
+    if cfg["method"].get("parallel_drafting"):
+        raise ValueError("parallel_drafting=true is a method of its own where recipes are concerned; say method=peagle or pard")
     if name not in methods:
         others = "" if hasattr(drafter_class, "fresh") else f"; method={name} has nothing to train"
         raise ValueError(f"method={name} is not trained here, but {' or '.join(methods)}{others}")
@@ -86,8 +89,9 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
     samples, held_out = data.held_out(loaded.samples, given["held_out"])
 
-    checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples)
-    asked = {key: value for key, value in cfg["method"].items() if key not in ("name", "model", "revision")}
+    checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples, held_out)
+    no_setting = ("name", "model", "revision", "parallel_drafting")
+    asked = {key: value for key, value in cfg["method"].items() if key not in no_setting}
     drafter = drafter_class(target, checkpoint, **asked)
     source: Any
     if not drafter.asks_target(objective):
@@ -151,7 +155,8 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     if metrics is None:
         return result
     last = metrics.rows.rows[-1] if metrics.rows.rows else None
-    summary = identity | result | {"environment": track.environment(), "last_metrics": last}
+    cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
+    summary = identity | result | cpu_s | {"environment": track.environment(), "last_metrics": last}
     track.write_json(out_dir / "summary.json", summary)
     plot = report.plot_training(metrics.rows.rows, f"{name} for {target.name}, {given['name']} data", out_dir / "train.png")
     where = metrics.close(result, [plot])
@@ -174,17 +179,32 @@ def at_least(key: str, value: int, least: int) -> None:
 
 
 def new_drafter(
-    drafter_class: Any, target: CausalLM, cfg: dict[str, Any], architecture: dict[str, Any], init: Any, samples: Any
-) -> Checkpoint:
+    drafter_class: Any, target: CausalLM, cfg: dict[str, Any], architecture: dict[str, Any], init: Any, samples: Any,
+    held_out: Any,
+) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
-    if cfg["checkpoint"]:
-        checkpoint = drafter_class.opened(target, cfg["checkpoint"], None)
+    checkpoint = drafter_class.opened(target, cfg["checkpoint"], None) if cfg["checkpoint"] else None
+    for key in ("mask_token_id", "pard_token"):
+        if key in architecture:
+            given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
+            architecture[key] = data.mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
+            if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
+                checkpoint.config[key] = architecture[key]
+    if checkpoint is not None:
         return same_drafter(checkpoint, drafter_class, target, architecture)
     size = architecture.get("draft_vocab_size")
     vocab_ids = None
     if size is not None and size != target.vocab_size:
         vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
     return drafter_class.fresh(target, architecture, init, vocab_ids, cfg["seed"])
+
+
+def tokenizer_of(target: CausalLM) -> Any:
+    """None if it has none."""
+    try:
+        return target.tokenizer
+    except ValueError:
+        return None
 
 
 def same_drafter(checkpoint: Checkpoint, drafter_class: Any, target: CausalLM, architecture: dict[str, Any]) -> Checkpoint:

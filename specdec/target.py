@@ -124,23 +124,25 @@ class CausalLM:
 
     def cap(self, logits: Tensor) -> Tensor:
         """What the architecture does to the output layer's result (Gemma 2 caps, Cohere and Granite scale)."""
-        if scale := getattr(self.config, "logit_scale", None):
-            logits = logits * scale
-        if scaling := getattr(self.config, "logits_scaling", None):
-            logits = logits / scaling
-        if limit := getattr(self.config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / limit) * limit
-        return logits
+        return capped(self.config, logits)[0]
 
     @torch.inference_mode()
     def logits_of(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] from the states that leave the last layer, before the final norm."""
         return self.cap(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
-    def new_cache(self) -> SlotCache:
+    def slots(self) -> list[tuple[int, ...]]:
+        """What the slot cache holds for every layer: heads, width of keys, and of values where that is another (MLA, whose
+        compressed keys and values are kept as the heads see them)."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads
-        return SlotCache([(heads, width)] * self.num_layers, self.dtype, self.device)
+        of_layer: tuple[int, ...] = (heads, width)
+        if of_key := getattr(self.config, "qk_head_dim", None):
+            of_layer = (self.config.num_attention_heads, of_key, self.config.v_head_dim)
+        return [of_layer] * self.num_layers
+
+    def new_cache(self) -> SlotCache:
+        return SlotCache(self.slots(), self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -152,24 +154,26 @@ class CausalLM:
         first_row: int = 0,
         last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
+        keep: np.ndarray | None = None,
     ) -> Output:
         """Process each row's tokens at its positions and keep their K and V in the cache.
 
         token_N: int64 on the device, the rows' tokens end to end; start_B, length_B: on the host, where each row's tokens
         begin and how many there are (0 is allowed); rows first_row ... of the cache. last_only: logits of each row's last
-        token only; of a row without tokens, those of some other token. hidden_layers: id i taps what enters layer i (its
-        residual stream), id `num_layers` what leaves the last one, before the final norm: the ids of vLLM's EAGLE-3.
+        token only; of a row without tokens, those of some other token. keep: places among the tokens, for logits of these
+        only. hidden_layers: id i taps what enters layer i (its residual stream), id `num_layers` what leaves the last one,
+        before the final norm: the ids of vLLM's EAGLE-3.
         """
         window = Window(cache, first_row, start_B, length_B)
         self._tap(hidden_layers)
-        keep: Any = 0
         if last_only:
-            keep = torch.from_numpy((np.cumsum(length_B) - 1).clip(0)).to(self.device, non_blocking=True)
+            keep = (np.cumsum(length_B) - 1).clip(0)
+        places: Any = 0 if keep is None else torch.from_numpy(keep).to(self.device, non_blocking=True)
         out = self.model(
             input_ids=token_N.unsqueeze(0),
             position_ids=window.slot_N.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=places,
             window=window,
         )
         hidden_NTD = None
@@ -214,6 +218,18 @@ class CausalLM:
                 self._taps[layer] = args[0] if args else kwargs["hidden_states"]
 
             self._hooks[layer] = module.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def capped(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+    """What an architecture does to the output layer's result, and the slope of that."""
+    slope: Tensor | float = 1.0
+    for factor in (getattr(config, "logit_scale", None), 1 / (getattr(config, "logits_scaling", None) or 1)):
+        if factor and factor != 1:
+            logits, slope = logits * factor, slope * factor
+    if limit := getattr(config, "final_logit_softcapping", None):
+        bent = torch.tanh(logits / limit)
+        logits, slope = bent * limit, slope * (1 - bent * bent)
+    return logits, slope
 
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:

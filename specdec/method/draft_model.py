@@ -2,65 +2,149 @@
 
 Any Hugging Face causal LM with the target's vocabulary. It keeps a slot cache of its own; `propose` first runs over the tokens
 committed since its last call (which overwrites what was rejected), then goes on token by token on its own drafts.
+
+Trained, it begins as some layers of the target, or as another LM, and learns what the target said (nll) or its whole law (kl,
+tv, ce). It stays the transformers model that it is: in training a callable stands in for the slot cache and keeps documents
+apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field, model_validator
+from torch import Tensor
 
 from specdec import hub, sampling
-from specdec.core import GREEDY_BELOW, Context, Draft, Request
+from specdec.checkpoint import causal_lm
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import Checked, Context, Draft, Request
+from specdec.drafter import check_drafting, nothing
 from specdec.kv import end_to_end
-from specdec.target import CausalLM
+from specdec.method.peagle import in_depths
+from specdec.target import CausalLM, capped, load_weights
+from specdec.training import losses, unroll
+from specdec.training.features import Batch
+from specdec.training.learner import Learner
 
 PREFILL_CHUNK = 512
 
 
-class DraftModel:
-    """Settings as in vLLM.
+class Architecture(Checked):
+    """What a new draft model begins as: another LM, or layers of the target.
 
-    model: a directory, a hub id, an embedded name, or a loaded model; draft_sample_method: `greedy` (argmax, at every
-    temperature: the law of the draft is one-hot) or `probabilistic` (drawn at the request's temperature, the law recorded);
-    max_model_len: of the drafter's own context, beyond which a row is not drafted for.
+    num_hidden_layers: the target's first so many, a quarter of them unless given; layer_ids: these instead; model, revision:
+    a directory, a hub id or an embedded name of an LM with the target's vocabulary.
     """
 
+    what: ClassVar[str] = "train.drafter key"
+
+    num_hidden_layers: int | None = Field(None, ge=1)
+    layer_ids: list[int] | None = None
+    model: str | None = None
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Architecture:
+        if self.model is not None and (self.num_hidden_layers is not None or self.layer_ids is not None):
+            raise ValueError("train.drafter.model is a whole model; leave num_hidden_layers and layer_ids out, or the model")
+        if self.layer_ids is not None and self.num_hidden_layers not in (None, len(self.layer_ids)):
+            raise ValueError(
+                f"train.drafter.num_hidden_layers={self.num_hidden_layers}, and layer_ids are {len(self.layer_ids)}; give one"
+            )
+        return self
+
+    def layers_of(self, target: CausalLM) -> list[int]:
+        """Ascending ids of the target's layers."""
+        ids, most = self.layer_ids, target.num_layers
+        if ids is None:
+            count = self.num_hidden_layers or max(most // 4, 1)
+            if count > most:
+                raise ValueError(f"train.drafter.num_hidden_layers={count}: {target.name} has {most}")
+            return list(range(count))
+        if not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < most:
+            raise ValueError(f"train.drafter.layer_ids={ids} must be ascending layers of {target.name}, 0..{most - 1}")
+        return ids
+
+
+class Init(Checked):
+    """train_embedding: false keeps the embedding and the output layer as they are, which on a small model is most of the
+    cost."""
+
+    what: ClassVar[str] = "train.init key"
+
+    train_embedding: bool = True
+
+
+class Objective(Checked):
+    """loss: weights of nll (the token that the target said) and of ce, kl, tv (its law), over the whole vocabulary. With nll
+    alone the target never runs."""
+
+    what: ClassVar[str] = "train.objective key"
+
+    loss: losses.Terms = Field({"nll": 1.0})
+
+    mask_outside_vocab: ClassVar[bool] = False
+
+    def steps_at(self, progress: float) -> int:
+        return 1
+
+    def weights(self, num_steps: int) -> list[float]:
+        return [1.0]
+
+
+class DraftModel(Learner):
+    """Settings as in vLLM.
+
+    model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
+    draft_sample_method: `greedy` (argmax, at every temperature: the law of the draft is one-hot) or `probabilistic` (drawn at
+    the request's temperature, the law recorded); max_model_len: of the drafter's own context, beyond which a row is not
+    drafted for.
+    """
+
+    name: ClassVar[str] = "draft_model"
+    architecture_type: ClassVar[type[Architecture]] = Architecture
+    objective_type: ClassVar[type[Checked]] = Objective
+    init_type: ClassVar[type[Checked]] = Init
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
+    lead = 1
 
     def __init__(
         self,
         target: CausalLM,
-        model: str | CausalLM,
+        model: str | CausalLM | Checkpoint,
         num_speculative_tokens: int,
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
         revision: str | None = None,
     ):
-        if num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing"
-            )
-        if draft_sample_method not in ("greedy", "probabilistic"):
-            raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
+        super().__init__()
+        check_drafting(num_speculative_tokens, draft_sample_method)
+        self.target, self.shared, self.objective = target, {}, self.objective_type()
+        self.num_speculative_tokens = num_speculative_tokens
+        self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
+        if isinstance(model, Checkpoint):
+            same_vocabulary(target, model.config["hf_config"]["vocab_size"], model.name)
+            self.config = model.config
+            self.lm = causal_lm.build(model).to(target.device)
+            return
         self.model = model if isinstance(model, CausalLM) else _load(target, model, revision)
-        if self.model.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"the draft model {self.model.name} has a vocabulary of {self.model.vocab_size}, the target {target.name} "
-                f"one of {target.vocab_size}; they must be equal"
-            )
+        same_vocabulary(target, self.model.vocab_size, self.model.name)
         if max_model_len is not None and not 1 <= max_model_len <= self.model.max_model_len:
             raise ValueError(
                 f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, "
                 f"the range of {self.model.name}"
             )
         self.max_model_len = max_model_len or self.model.max_model_len
-        self.num_speculative_tokens = num_speculative_tokens
-        self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
         self.cache = self.model.new_cache()
         self.written_R: dict[int, int] = {}  # tokens of each row that the cache holds, drafts included
+
+    # ---------------------------------------------------------------- drafting
 
     def more_bytes(self, rows: int, slots: int) -> int:
         return self.cache.more_bytes(rows, slots)
@@ -73,60 +157,217 @@ class DraftModel:
         self.model.prefill(self.cache, row, ids, 0, PREFILL_CHUNK)
         self.written_R[row] = len(ids)
 
-    def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         del self.written_R[row]
 
     def propose(self, context: Context) -> Draft:
         """Greedy: argmax drafts. Probabilistic: drawn by inverse CDF from softmax(logits / T), q_BKV recorded."""
-        rows, device = context.rows, context.last_token_B.device
-        # the drafter sees length + K - 1 tokens at most; a row whose context is used up drafts less, then nothing
-        room_B = np.clip(self.max_model_len - context.length_B + 1, 0, None)
-        draft_B = np.minimum(context.max_draft_B, room_B)
-        num_draft = int(draft_B.max())
-        if num_draft == 0:
-            return Draft(context.last_token_B.new_zeros(len(rows), 0), torch.zeros(len(rows), dtype=torch.int64))
-
-        # catch up: the committed tokens that the cache lacks, one or two for most rows. Of what was written, the committed
-        # tokens stand, and so do the drafts accepted since; the last committed token never was a draft of ours.
-        start_B = np.minimum([self.written_R[row] for row in rows], context.length_B - 1)
-        active_B = draft_B > 0
-        count_B = np.where(active_B, context.length_B - start_B, 0)
-        missing = [context.tokens(b)[start_B[b] :] for b in range(len(rows)) if active_B[b]]
-        token_N = torch.from_numpy(np.concatenate(missing)).to(device, non_blocking=True)
-        temperature_B1 = context.temperature_B.unsqueeze(1)
-        tokens, laws = [], []
-        for k in range(num_draft):
-            logits_BV = self._forward(rows, token_N, start_B, count_B)
+        rows, draft_B = context.rows, self.room(context)
+        if not draft_B.any():
+            return nothing(context)
+        start_B, missing = self.missing(context, draft_B)
+        count_B = np.array([len(tokens) for tokens in missing])
+        token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
+        drafted, laws = [], []
+        for k in range(int(draft_B.max())):
+            # of a row without tokens, logits that nobody reads
+            logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))
+            uniform_B = None
             if self.probabilistic:
                 assert context.uniform_BK is not None
-                tempered_BV = logits_BV.float() / temperature_B1.clamp(min=GREEDY_BELOW)
-                argmax_BV = sampling.one_hot(logits_BV.argmax(-1), logits_BV.shape[-1])
-                q_BV = torch.where(temperature_B1 < GREEDY_BELOW, argmax_BV, tempered_BV.softmax(-1))
-                tokens.append(sampling.inverse_cdf(q_BV, context.uniform_BK[:, k]))
-                laws.append(q_BV)
-            else:
-                tokens.append(logits_BV.argmax(-1))
+                uniform_B = context.uniform_BK[:, k]
+            token_B, q_BV = sampling.draw(logits_BV, context.temperature_B, uniform_B)
+            drafted.append(token_B)
+            laws.append(q_BV)
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
-            token_N = end_to_end(tokens[-1].unsqueeze(1), count_B)
+            token_N = end_to_end(token_B.unsqueeze(1), count_B)
+        for b in np.flatnonzero(draft_B):
+            self.written_R[rows[b]] = int(context.length_B[b] + draft_B[b] - 1)
+        q_BKV = torch.stack(laws, 1) if self.probabilistic else None  # type: ignore[arg-type]
+        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
 
-        for b, row in enumerate(rows):
-            if active_B[b]:
-                self.written_R[row] = int(context.length_B[b] + draft_B[b] - 1)
-        q_BKV = torch.stack(laws, 1) if self.probabilistic else None
-        return Draft(torch.stack(tokens, 1), torch.from_numpy(draft_B), q_BKV)
+    def room(self, context: Context) -> np.ndarray:
+        """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row whose context is used up drafts
+        less, then nothing."""
+        return np.minimum(context.max_draft_B, np.clip(self.max_model_len - context.length_B + 1, 0, None))
 
-    def _forward(self, rows: np.ndarray, token_N: torch.Tensor, start_B: np.ndarray, count_B: np.ndarray) -> torch.Tensor:
-        """Logits [B, V] after each row's last token; of a row without tokens, something that nobody reads."""
+    def missing(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
+        Of what was written, committed tokens stand, and so do drafts accepted since; the last committed token never was one."""
+        start_B = np.minimum([self.written_R[row] for row in context.rows], context.length_B - 1)
+        return start_B, [context.tokens(b)[start_B[b] : None if n else start_B[b]] for b, n in enumerate(draft_B)]
+
+    def forward_tokens(
+        self, rows: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray
+    ) -> Tensor:
+        """Logits [len(keep), V] after the tokens at these places, where each row's tokens lie end to end."""
         start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows], count_R[rows] = start_B, count_B
-        logits_RV = self.model.forward(self.cache, token_N, start_R, count_R, last_only=True).logits
-        if len(rows) == len(start_R):
-            return logits_RV
-        return logits_RV[torch.from_numpy(rows).to(logits_RV.device, non_blocking=True)]
+        return self.model.forward(self.cache, token_N, start_R, count_R, keep=keep).logits
+
+    # ---------------------------------------------------------------- training
+
+    def asks_target(self, objective: Any) -> bool:
+        return losses.need_law(objective.loss)
+
+    def for_training(self, objective: Checked, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+        """float32 weights that gradients reach. What stays as it is, and an output layer that is the embedding, is no part of
+        the module: it is neither saved with every step nor sent between processes."""
+        self.objective = objective
+        lists: Any = [self.lm.get_input_embeddings()], [self.lm.get_output_embeddings()]  # what is in a list is not registered
+        self.embedding, self.head = lists
+        self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
+        parts = {causal_lm.named(self.lm, part): part for (part,) in (self.head, self.embedding)}
+        self.lm.requires_grad_(True)
+        for part in parts.values():
+            part.requires_grad_(init.train_embedding)
+        self.bias = self.head[0].bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+        self.draft_cap = None
+        if self.bias is not None or capped(self.lm.config, torch.ones(1))[0] != 1:
+            self.draft_cap = lambda logits: capped(self.lm.config, logits if self.bias is None else logits + self.bias)
+        self.kept: dict[str, Tensor] = {}
+        for name, part in list(parts.items())[: 2 if not init.train_embedding else 1 if self.tied else 0]:
+            owner, _, own = name.rpartition(".")
+            setattr(self.lm.get_submodule(owner), own, None)
+            self.kept |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
+            if self.tied and part is self.head[0]:
+                self.kept.pop(f"{name}.weight")
+
+    def train(self, mode: bool = True) -> DraftModel:
+        """Without dropout at all times: what a step is does not hang on chance."""
+        super().train(mode)
+        for part in self.children():
+            part.eval()
+        return self
+
+    def heads(self) -> list[Tensor | None]:
+        return [(self.embedding if self.tied else self.head)[0].weight]
+
+    def masks(self, count: int) -> Tensor:
+        """[count] tokens for places whose token is not known; a draft model that takes one step has none."""
+        assert not count
+        return torch.zeros(0, dtype=torch.int64, device=self.target.device)
+
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
+        """[A, D] states for the output layer at every step, in one forward: the tokens of the batch, and behind them the mask
+        tokens of step 1, 2, ..."""
+        first_N, num_tokens = plan.first_A, len(batch.token_N)
+        within_N, deeper = np.arange(num_tokens) - first_N, [step.rows for step in plan.steps[1:]]
+        position_N = np.concatenate([within_N, *(within_N[rows] + d for d, rows in enumerate(deeper, 1))])
+        token_N = torch.cat([batch.token_N, self.masks(sum(map(len, deeper)))])
+        reach = int(position_N.max()) + 1
+
+        def window(
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            scaling: float | None,
+            sliding: int | None,
+            cap: float | None,
+        ) -> Tensor:
+            sliding = None if sliding is None or sliding >= reach else sliding
+            own = attention if sliding is None and cap is None else masked_attention(sliding, cap)
+            q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+            return in_depths(plan, num_tokens, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
+
+        state_ND = self.lm.get_decoder()(
+            inputs_embeds=self.embedding[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
+            use_cache=False, window=window,
+        ).last_hidden_state[0]  # fmt: skip
+        parts = state_ND.split([num_tokens, *map(len, deeper)])
+        return [parts[0][self._index(plan.steps[0].rows)], *parts[1:]]
+
+    # ---------------------------------------------------------------- at rest
+
+    @classmethod
+    def opened(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
+        checkpoint = causal_lm.read(name, revision, cls.name)
+        same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)
+        return checkpoint
+
+    @classmethod
+    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        """What of a recipe can be held against a model that is there: what was asked for by a value."""
+        asked = cls.architecture_type(**architecture)
+        count = len(asked.layers_of(target)) if asked.layer_ids or asked.num_hidden_layers else None
+        told = {"num_hidden_layers": count, "model": asked.model, "pard_token": getattr(asked, "pard_token", None)}
+        return {key: value for key, value in told.items() if value is not None}
+
+    @classmethod
+    def fresh(
+        cls, target: CausalLM, architecture: dict[str, Any], init: Any, vocab_ids: np.ndarray | None = None, seed: int = 0
+    ) -> Checkpoint:
+        """The model to begin with. Nothing of it is random, unless the target is."""
+        assert vocab_ids is None, "a draft model has the target's vocabulary"
+        asked = cls.architecture_type(**architecture)
+        if asked.model is not None:
+            checkpoint = cls.opened(target, asked.model, asked.revision)
+        else:
+            layers = asked.layers_of(target)
+            dtype = target.dtype if hub.is_random(target.path) else torch.float32
+            model = load_weights(target.path, dtype, torch.device("cpu"))
+            checkpoint = causal_lm.first_layers(model, layers, cls.name, target.name)
+        if (mask := getattr(asked, "pard_token", None)) is not None:
+            checkpoint.config["pard_token"] = mask
+        return checkpoint
+
+    def exported(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
+        """The draft model as a checkpoint. tensors: its state, where that is gathered from several processes."""
+        own = {key.removeprefix("lm."): x for key, x in (self.state_dict() if tensors is None else tensors).items()}
+        whole = {key: tensor.detach().cpu() for key, tensor in (own | self.kept).items()}
+        return Checkpoint(self.name, self.config, {}, whole)
+
+    def write(self, directory: Path, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
+        """Save this draft model with these weights into a directory that exists and nobody reads yet."""
+        causal_lm.write(directory, self.exported(state), self.target.path, provenance, card)
+
+
+def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:
+    """`unroll.attention` for layers that look back a number of positions only, or bend their scores: with masks, and autograd
+    keeps the scores. Without both it says what `unroll.attention` does."""
+
+    def attention(
+        query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
+        rows: np.ndarray, first_N: np.ndarray, scaling: float,
+    ) -> Tensor:  # fmt: skip
+        depth, repeat, device = len(own_key), query_AHW.shape[1] // key_NGW.shape[1], query_AHW.device
+        least = -(2**62) if sliding_window is None else depth - sliding_window  # places behind the row that are too far back
+        out = [query_AHW[:0, :, :1].expand(-1, -1, value_NGW.shape[2])]
+        for a, b, first, last in unroll.blocks(rows, first_N):
+            behind = torch.arange(first, last, device=device) - torch.from_numpy(rows[a:b]).to(device).unsqueeze(1)
+            seen = (behind <= 0) & (behind > least)
+            keys, values = (x[first:last].repeat_interleave(repeat, 1) for x in (key_NGW, value_NGW))
+            score = torch.einsum("ahw,khw->hak", query_AHW[a:b] * scaling, keys)
+            near = [i for i in range(depth) if sliding_window is None or depth - 1 - i < sliding_window]
+            own = [(query_AHW[a:b] * scaling * own_key[i][a:b].repeat_interleave(repeat, 1)).sum(-1).t() for i in near]
+            score = torch.cat([score, *(x.unsqueeze(-1) for x in own)], -1).float()
+            if softcap is not None:
+                score = torch.tanh(score / softcap) * softcap
+            seen = torch.cat([seen, seen.new_ones(b - a, len(near))], 1)
+            weight = score.masked_fill(~seen, float("-inf")).softmax(-1).to(values.dtype)
+            part = torch.einsum("hak,khw->ahw", weight[..., : last - first], values)
+            for place, i in enumerate(near, last - first):
+                part = part + weight[..., place].t().unsqueeze(-1) * own_value[i][a:b].repeat_interleave(repeat, 1)
+            out.append(part)
+        return torch.cat(out)
+
+    return attention
+
+
+def same_vocabulary(target: CausalLM, size: int, name: str) -> None:
+    if size != target.vocab_size:
+        raise ValueError(
+            f"the draft model {name} has a vocabulary of {size}, the target {target.name} one of {target.vocab_size}; "
+            "they must be equal"
+        )
 
 
 def _load(target: CausalLM, name: str, revision: str | None) -> CausalLM:
     """The drafter's weights; the target's own, if it is to draft for itself."""
-    if hub.resolve(name, revision) == target.path:
+    path = causal_lm.find(name, revision)
+    if path == target.path:
         return target
-    return CausalLM(name, target.dtype, str(target.device), revision)
+    return CausalLM(path if Path(name).expanduser().is_dir() else name, target.dtype, str(target.device), revision)

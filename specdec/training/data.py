@@ -383,6 +383,55 @@ def draft_vocabulary(samples: Iterable[Sample], size: int, vocab_size: int) -> n
     return np.sort(by_count[:size])
 
 
+def mask_token(samples: Iterable[Sample], tokenizer: Any, vocab_size: int, given: int | None = None) -> int:
+    """A token that may stand for one that is not there yet: one that the samples never have, in prompts or answers.
+
+    tokenizer: None if there is none; vocab_size: rows of the embedding. Without `given`: the lowest id beyond the tokenizer's
+    own, else a reserved special token that no conversation would bring, else the highest id that does not occur. Raises
+    ValueError, one line, if `given` occurs or is out of range, or no id is free.
+    """
+    seen_V, first = np.zeros(vocab_size, dtype=bool), ""
+    for sample in samples:
+        seen_V[sample.token_n] = True
+        if given is not None and not first and (sample.token_n == given).any():
+            first = sample.id
+    if given is not None:
+        if not 0 <= given < vocab_size:
+            raise ValueError(f"mask token {given} is outside 0..{vocab_size - 1}, the rows of the embedding; null chooses one")
+        if first:
+            raise ValueError(f"mask token {given} occurs in sample {first}; give an id that the data never has, or null")
+        return given
+    known: set[int] = set() if tokenizer is None else {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder}
+    beyond = [token for token in range(max(known, default=vocab_size) + 1, vocab_size) if not seen_V[token]]
+    if beyond:
+        return beyond[0]
+    taken: set[int] = set()
+    if known:
+        roles = (getattr(tokenizer, f"{role}_token_id", None) for role in ("bos", "eos", "pad", "unk"))
+        taken = {*_template_ids(tokenizer), *(token for token in roles if token is not None)}
+        added = {token: str(own) for token, own in tokenizer.added_tokens_decoder.items() if own.special}
+        free = [token for token in sorted(added) if token < vocab_size and token not in taken and not seen_V[token]]
+        reserved = [token for token in free if "reserved" in added[token] or "unused" in added[token]]
+        if free:
+            return max(reserved or free)
+    rest = [token for token in np.flatnonzero(~seen_V).tolist() if token not in taken]
+    if not rest:
+        raise ValueError(f"every one of the {vocab_size} tokens occurs in the data; none is left to be the mask token")
+    return int(rest[-1])
+
+
+def _template_ids(tokenizer: Any) -> list[int]:
+    """Tokens that the chat template brings by itself."""
+    turns = [{"role": role, "content": _STAND_IN} for role in ("system", "user", "assistant")]
+    for messages in (turns, turns[1:]) if tokenizer.chat_template else ():
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # some know no system turn
+            continue
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return []
+
+
 def picks(step: int, num_samples: int, batch_size: int, seed: int) -> list[int]:
     """The samples of optimiser step `step` (from 0): a function of these numbers alone, so there is no state to save.
 

@@ -1,0 +1,140 @@
+"""A draft model at rest: a plain Hugging Face causal LM that transformers, vLLM and this project load as any other.
+
+config.json, model.safetensors (weights that are tied once) and the target's tokenizer, whose vocabulary is the draft model's
+too. A parallel one (PARD, 2504.18583) has two more keys in config.json: `pard_token`, which vLLM reads, and `num_depths` under
+`specdec`, ours.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from specdec import hub
+from specdec.checkpoint import native
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import first_line
+from specdec.target import load_weights
+
+# what transformers says of every config, and where a model was read from
+CLUTTER = {
+    "_name_or_path", "transformers_version", "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id",
+    "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
+}  # fmt: skip
+OURS = "specdec"  # a key of config.json that engines pass over
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
+# what belongs to a tokenizer, and how a generation ends
+BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
+    "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def find(name: str | Path, revision: str | None = None) -> Path:
+    """The directory of a model: itself, `best` or else `last` of a training run, or whatever `hub.resolve` takes."""
+    directory = Path(name).expanduser()
+    return native.find(directory) if directory.is_dir() else hub.resolve(str(name), revision)
+
+
+def read(name: str | Path, revision: str | None = None, method: str = "draft_model") -> Checkpoint:
+    """A model's weights in float32, under their own names, and its config. Raises ValueError, one line, for what is no causal
+    LM of attention layers, or not in safetensors."""
+    directory = find(name, revision)
+    return taken(load_weights(directory, torch.float32, torch.device("cpu")), method, str(name))
+
+
+def taken(model: Any, method: str, name: str) -> Checkpoint:
+    """A loaded model as a checkpoint."""
+    if model.config.get_text_config() is not model.config:
+        raise ValueError(
+            f"{name}: a {model.config.model_type} is more than a causal LM, and cannot be trained as a draft model"
+        )
+    config = {key: value for key, value in model.config.to_dict().items() if key not in CLUTTER}
+    config |= {"architectures": [type(model).__name__]}
+    tensors = {key: tensor.detach().float() for key, tensor in model.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        tensors.pop(named(model, model.get_output_embeddings()) + ".weight")
+    facts = {"num_hidden_layers": config["num_hidden_layers"], "pard_token": mask_token(config), **(config.get(OURS) or {})}
+    return Checkpoint(method, facts | {"hf_config": config}, {}, tensors, name)
+
+
+def mask_token(config: dict[str, Any]) -> int | None:
+    """The token whose embedding stands for tokens that are not there yet, if a config.json names one."""
+    return next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+
+
+def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Checkpoint:
+    """These layers of a loaded model, its embedding, final norm and output layer."""
+    whole = taken(model, method, name)
+    assert whole.tensors is not None
+    config, num_layers = whole.config["hf_config"], whole.config["hf_config"]["num_hidden_layers"]
+    for key, value in config.items():  # what a config says of each layer
+        if isinstance(value, list) and len(value) == num_layers and key != "architectures":
+            config[key] = [value[layer] for layer in layer_ids]
+    config["num_hidden_layers"] = len(layer_ids)
+    if "max_window_layers" in config:  # said by layer_types
+        config["max_window_layers"] = len(layer_ids)
+    prefix = named(model, model.get_decoder().layers) + "."
+    tensors = {key: tensor for key, tensor in whole.tensors.items() if not key.startswith(prefix)}
+    for place, layer in enumerate(layer_ids):
+        own = f"{prefix}{layer}."
+        tensors |= {
+            f"{prefix}{place}.{key.removeprefix(own)}": tensor for key, tensor in whole.tensors.items() if key.startswith(own)
+        }
+    facts = whole.config | {"num_hidden_layers": len(layer_ids), "hf_config": config}
+    return Checkpoint(method, facts, {}, tensors, name)
+
+
+def build(checkpoint: Checkpoint) -> Any:
+    """The transformers model of a checkpoint, in float32, with its weights."""
+    given = dict(checkpoint.config["hf_config"])
+    config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="specdec")
+    assert checkpoint.tensors is not None
+    own = model.state_dict()
+    for key, tensor in checkpoint.tensors.items():
+        if key not in own or own[key].shape != tensor.shape:
+            raise ValueError(
+                f"{checkpoint.name}: {key} {list(tensor.shape)} is not a tensor of its config; fetch the model again"
+            )
+    model.load_state_dict(checkpoint.tensors, strict=False)
+    tied = {named(model, model.get_output_embeddings()) + ".weight"} if given.get("tie_word_embeddings") else set()
+    if lacking := sorted(set(own) - set(checkpoint.tensors) - tied):
+        raise ValueError(f"{checkpoint.name}: the weights lack {lacking[0]!r}; fetch the model again")
+    return model
+
+
+def named(model: Any, part: Any) -> str:
+    """The name of a module inside another."""
+    return next(name for name, module in model.named_modules() if module is part)
+
+
+def write(directory: Path, checkpoint: Checkpoint, beside: Path, provenance: dict[str, Any], card: str) -> None:
+    """Write a model into a directory that exists and nobody reads yet. beside: where its tokenizer is, if there is one."""
+    assert checkpoint.tensors is not None
+    config = {key: value for key, value in checkpoint.config["hf_config"].items() if key not in (*MASK_KEYS, OURS)}
+    config |= {"dtype": "float32"}
+    if checkpoint.config.get("pard_token") is not None:
+        config["pard_token"] = checkpoint.config["pard_token"]
+    if checkpoint.config.get("num_depths") is not None:
+        config[OURS] = {"num_depths": checkpoint.config["num_depths"]}
+    try:
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in checkpoint.tensors.items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{directory}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+    for name in BESIDE:
+        if (beside / name).is_file():
+            shutil.copyfile(beside / name, directory / name)
+    for name, value in (("config.json", config), ("provenance.json", provenance)):
+        (directory / name).write_text(json.dumps(value, indent=1, default=str) + "\n")
+    (directory / "README.md").write_text(card)

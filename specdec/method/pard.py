@@ -1,0 +1,150 @@
+"""PARD (2504.18583): a small causal LM that makes all its tokens at once, `draft_model` with `parallel_drafting` in vLLM.
+
+Behind the committed tokens come K-1 mask tokens; the last committed token and each of them draft one token, in one causal
+forward. Mask tokens leave K and V behind that the next forward overwrites. Places do not see what those before them drafted, so
+greedy drafts suit it best.
+
+Training takes any causal LM and gives it mask tokens: the d-th behind a token stands d positions after it, sees what it saw and
+the mask tokens before, and predicts the token after next d. Deeper ones are sub-sampled (COD); rows and attention are those
+of `specdec.training.unroll`, all depths in one forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from specdec import sampling
+from specdec.checkpoint import causal_lm
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import Checked, Context, Draft
+from specdec.drafter import nothing
+from specdec.method import draft_model
+from specdec.method.draft_model import DraftModel
+from specdec.target import CausalLM
+from specdec.training import losses, unroll
+from specdec.training.features import Batch
+
+
+class Architecture(draft_model.Architecture):
+    """As a draft model's, and pard_token: whose embedding stands for tokens that are not there yet; one that the data never
+    has."""
+
+    pard_token: int | None = Field(None, ge=0)
+
+
+class Objective(Checked):
+    """num_depths: places that are trained, the last token's own included, and the most tokens of a draft; down_sample_ratio:
+    each keeps this share of the rows of the one before, down_sample_ratio_min: and no less than this of all; step_loss_decay:
+    depth d weighs decay^d; loss: as a draft model's."""
+
+    what: ClassVar[str] = "train.objective key"
+
+    num_depths: int = Field(8, ge=1)
+    down_sample_ratio: float = Field(0.7, gt=0, le=1)
+    down_sample_ratio_min: float = Field(0.2, ge=0, le=1)
+    step_loss_decay: float = Field(1.0, gt=0)
+    loss: losses.Terms = Field({"nll": 1.0})
+
+    mask_outside_vocab: ClassVar[bool] = False
+
+    def steps_at(self, progress: float) -> int:
+        return self.num_depths
+
+    def weights(self, num_steps: int) -> list[float]:
+        return [self.step_loss_decay**k for k in range(num_steps)]
+
+
+class Pard(DraftModel):
+    """Settings as those of `draft_model`; pard_token: the mask token, if the model's config.json does not name it."""
+
+    name = "pard"
+    architecture_type = Architecture
+    objective_type = Objective
+
+    def __init__(
+        self,
+        target: CausalLM,
+        model: str | CausalLM | Checkpoint,
+        num_speculative_tokens: int,
+        draft_sample_method: str = "greedy",
+        max_model_len: int | None = None,
+        revision: str | None = None,
+        pard_token: int | None = None,
+    ):
+        super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+        if isinstance(model, Checkpoint):
+            name, config = model.name, model.config
+            mask, num_depths = config.get("pard_token"), None  # of what is trained, the objective says it
+        else:
+            name, config = self.model.name, vars(self.model.config)
+            mask, num_depths = causal_lm.mask_token(config), (config.get(causal_lm.OURS) or {}).get("num_depths")
+        mask = mask if pard_token is None else pard_token
+        if mask is None:
+            raise ValueError(
+                f"{name} names no mask token ({', '.join(causal_lm.MASK_KEYS)}); train it with train/pard.py, "
+                "or give pard_token"
+            )
+        if not 0 <= mask < target.vocab_size:
+            raise ValueError(f"pard_token={mask} of {name} is outside 0..{target.vocab_size - 1}, the rows of its embedding")
+        if num_depths is not None and num_speculative_tokens > num_depths:
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens} is over the {num_depths} that {name} was trained for; "
+                "lower it"
+            )
+        self.pard_token = mask
+
+    # ---------------------------------------------------------------- drafting
+
+    def propose(self, context: Context) -> Draft:
+        """All tokens of a draft from one pass. Probabilistic: each from its own law, which knows nothing of the others."""
+        rows, draft_B = context.rows, self.room(context)
+        if not draft_B.any():
+            return nothing(context)
+        start_B, missing = self.missing(context, draft_B)
+        tokens = [np.r_[own, np.full(max(n - 1, 0), self.pard_token)] for own, n in zip(missing, draft_B, strict=True)]
+        count_B, num_draft = np.array([len(own) for own in tokens]), int(draft_B.max())
+        token_N = torch.from_numpy(np.concatenate(tokens)).to(context.last_token_B.device, non_blocking=True)
+        # the last committed token and the mask tokens of every row that drafts
+        row_N, place_N = np.nonzero(np.arange(num_draft) < draft_B[:, None])
+        keep_N = (np.cumsum(count_B) - draft_B)[row_N] + place_N
+        logits_NV = self.forward_tokens(rows, token_N, start_B, count_B, keep_N)
+        at_N = [torch.from_numpy(x).to(logits_NV.device, non_blocking=True) for x in (row_N, place_N)]
+        uniform_N = None
+        if self.probabilistic:
+            assert context.uniform_BK is not None
+            uniform_N = context.uniform_BK[at_N[0], at_N[1]]
+        drafted_N, q_NV = sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N)
+        token_BK = drafted_N.new_zeros(len(rows), num_draft).index_put_((at_N[0], at_N[1]), drafted_N)
+        q_BKV = None
+        if q_NV is not None:
+            q_BKV = q_NV.new_zeros(len(rows), num_draft, q_NV.shape[1]).index_put_((at_N[0], at_N[1]), q_NV)
+        for b in np.flatnonzero(draft_B):
+            self.written_R[rows[b]] = int(context.length_B[b])
+        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV)
+
+    # ---------------------------------------------------------------- training
+
+    def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+        super().for_training(objective, init, statistics, warm)
+        if self.num_speculative_tokens > objective.num_depths:
+            raise ValueError(
+                f"method.num_speculative_tokens={self.num_speculative_tokens}, which decodes while training, is over "
+                f"train.objective.num_depths={objective.num_depths}; lower it"
+            )
+        self.config = self.config | {"num_depths": objective.num_depths, "pard_token": self.pard_token}
+
+    def masks(self, count: int) -> Tensor:
+        return torch.full((count,), self.pard_token, device=self.target.device)
+
+    def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
+        """Rows of every depth; a sample's are drawn anew in every step of the run."""
+        own: Objective = self.objective
+        reach_N = unroll.reach(
+            batch.ids, batch.length_B, num_steps, own.down_sample_ratio, own.down_sample_ratio_min, seed
+        )  # fmt: skip
+        return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.lead, reach_N)

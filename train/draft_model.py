@@ -1,0 +1,36 @@
+"""Train a small causal LM as a draft model for a frozen target, and choose its checkpoint by what the engine accepts.
+
+    python train/draft_model.py model=llama                               # some layers of the target, on the demo data
+    python train/draft_model.py model=llama train.drafter.layer_ids=[0,1,28,29]
+    python train/draft_model.py model=llama model.size=8b data=jsonl data.path=FILE train=draft_model \
+        train.drafter.model=meta-llama/Llama-3.2-1B-Instruct              # the full recipe, from another LM
+    torchrun --nproc_per_node 2 train/draft_model.py model=llama train.sharding=fsdp
+    python eval/run.py method=draft_model checkpoint=outputs/draft_model_demo-llama-demo
+
+Its checkpoints are models that transformers and vLLM load. Writes out_dir/metrics.jsonl, checkpoints/, best and last (links),
+config.yaml, summary.json and train.png.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    from specdec import recipe
+
+    return recipe.run(cfg, ("draft_model",))
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("train", "method=draft_model")
+    main()

@@ -1,0 +1,34 @@
+"""Give a small causal LM mask tokens, so that it drafts in one forward (PARD), and choose its checkpoint by what is accepted.
+
+    python train/pard.py model=llama                                      # from some layers of the target, on the demo data
+    python train/pard.py model=llama checkpoint=outputs/draft_model_demo-llama-demo          # from a trained draft model
+    python train/pard.py model=qwen3 model.size=8b data=jsonl data.path=FILE train=pard checkpoint=Qwen/Qwen3-0.6B
+    python eval/run.py method=pard checkpoint=outputs/pard_demo-llama-demo
+
+Its checkpoints are models that transformers and vLLM load, with `pard_token` in config.json. Writes what train/draft_model.py
+writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    from specdec import recipe
+
+    return recipe.run(cfg, ("pard",))
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(cfg: Any) -> None:
+    config.main(run)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("train", "method=pard")
+    main()
