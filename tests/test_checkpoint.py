@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_cli import OFFLINE, Cli, call, rows_of
 from torch import Tensor
+from transformers import AutoConfig
 
-from specdec import checkpoint, hub
+from specdec import checkpoint, hub, method
 from specdec.chain import ChainDrafter
 from specdec.checkpoint import foreign, lint, mlp_speculator, native
 from specdec.checkpoint.native import Checkpoint
@@ -185,9 +186,8 @@ def test_what_is_written_comes_back(name: str, engine: str, tmp_path: Path) -> N
     copied = {"embed_tokens.weight"} if "gemma" in name or engine == "speculators" else set()
     copied |= {"lm_head.weight"} if (name, engine) == ("eagle3-target-head", "speculators") else set()
     assert set(came.copies or {}) == copied
-    if VARIANTS[name].kind in ("eagle", "eagle3"):
-        drafter = {"eagle": Eagle, "eagle3": Eagle3}[VARIANTS[name].kind](loaded(VARIANTS[name].target), came, 2)
-        assert drafter.config == came.config
+    drafter = method.find(came.method)(loaded(VARIANTS[name].target), came, 1)
+    assert drafter.config == came.config
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators"])
@@ -202,6 +202,14 @@ def test_any_float_type_comes_back(engine: str, dtype: torch.dtype, tmp_path: Pa
     assert came.tensors is not None
     assert all(torch.equal(tensor, half.tensors[key]) for key, tensor in came.tensors.items())
     assert {tensor.dtype for tensor in came.tensors.values()} == {dtype, torch.int64}
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle-geometry", "eagle3", "eagle3-geometry", "eagle3-qwen3-layer"])
+def test_transformers_reads_the_layer_as_we_mean_it(name: str, tmp_path: Path) -> None:
+    """Engines build the layer from what transformers makes of config.json."""
+    shape = AutoConfig.from_pretrained(written(tmp_path, name, "vllm"))
+    for key, value in trained(name).config["geometry"].items():
+        assert getattr(shape, key) == value, key
 
 
 def test_vllm_and_sglang_get_the_same_eagle3_directory(tmp_path: Path) -> None:
@@ -447,6 +455,29 @@ def test_an_option_that_cannot_be_represented_is_named(
 ) -> None:
     edited(written(tmp_path, name, "vllm"), **keys)
     one_line(lambda: checkpoint.load(tmp_path), *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "keys", "words"),
+    [
+        ("eagle3", "vllm", {"eagle_config": [1]}, ("eagle_config", "a mapping")),
+        ("eagle3", "vllm", {"architectures": "LlamaForCausalLMEagle3"}, ("architectures", "a list of words")),
+        ("eagle3", "vllm", {"rms_norm_eps": float("inf")}, ("rms_norm_eps", "a number")),
+        ("eagle3", "vllm", {"norm_output": "false"}, ("norm_output", "true or false")),
+        ("eagle3", "vllm", {"num_hidden_layers": 10**9}, ("num_hidden_layers", "1..1000")),
+        ("eagle3", "vllm", {"vocab_size": -1}, ("vocab_size", "-1")),
+        ("eagle3-layers", "vllm", {"eagle_aux_hidden_state_layer_ids": [[1]]}, ("layer_ids", "a list of integers")),
+        ("eagle3", "speculators", {"speculators_config": {"verifier": "a/b"}}, ("verifier", "a mapping")),
+        ("eagle3", "speculators", {"specdec": {"copies": 1}}, ("copies", "a list of words")),
+        ("mlp-tied", "vllm", {"n_predict": 10**9}, ("n_predict", "1..1000")),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_kind_is_named(
+    name: str, engine: str, keys: dict[str, Any], words: tuple[str, ...], tmp_path: Path, one_line: Any
+) -> None:
+    edited(written(tmp_path, name, engine), **keys)
+    one_line(lambda: checkpoint.load(tmp_path), *words)
+    assert not verdict(tmp_path)
 
 
 def test_options_of_the_speculators_format(tmp_path: Path, one_line: Any) -> None:

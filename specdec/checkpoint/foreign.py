@@ -8,7 +8,8 @@ that names it: a checkpoint is read whole or not at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from specdec.core import first_line, nearest
 from specdec.target import CausalLM
 
 Shapes = dict[str, tuple[int, ...]]
+DEEPEST = 1000  # layers or heads that any drafter may have
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OURS = "specdec"  # the key of a foreign config.json under which we keep the facts about the target; engines pass over it
@@ -45,6 +47,41 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "parallel_draft_step": (1, None),
 }
+# What a key must be, wherever it stands; null is what an absent one is.
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("eagle_config", "speculators_config", "verifier", "transformer_layer_config", "rope_scaling", "rope_parameters",
+         "target", OURS),
+        ("a mapping", lambda value: isinstance(value, dict)),
+    ),
+    **dict.fromkeys(
+        ("architectures", "copies", "layer_types"),
+        ("a list of words", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)),
+    ),
+    **dict.fromkeys(
+        ("eagle_aux_hidden_state_layer_ids", "top_k_tokens_per_head"),
+        ("a list of integers", lambda value: isinstance(value, list) and all(_whole(each) for each in value)),
+    ),
+    "proposal_methods": ("a list of mappings", lambda v: isinstance(v, list) and all(isinstance(each, dict) for each in v)),
+    **dict.fromkeys(
+        ("name_or_path", "model_type", "speculators_model_type", "torch_dtype", "dtype", "hidden_act", "rope_type"),
+        ("a word", lambda value: isinstance(value, str)),
+    ),
+    **dict.fromkeys(
+        ("rms_norm_eps", "rope_theta"), ("a number above 0", lambda v: _whole(v) or (isinstance(v, float) and math.isfinite(v)))
+    ),
+    **dict.fromkeys(
+        ("hidden_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_hidden_layers",
+         "max_position_embeddings", "speculative_tokens", "inner_dim", "emb_dim", "n_predict"),
+        ("an integer of 0 or more", lambda value: _whole(value) and 0 <= value <= 2**31),
+    ),
+    **dict.fromkeys(("mask_token_id", "pard_token", "ptd_token_id"), ("a token id", lambda value: _whole(value))),
+    **dict.fromkeys(
+        ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_weights", "scale_input",
+         "tie_word_embeddings"),
+        ("true or false", lambda value: isinstance(value, bool)),
+    ),
+}  # fmt: skip
 # Keys that say nothing about the function: tokens, training, bookkeeping.
 IDLE = {
     "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
@@ -81,7 +118,23 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory}: refused: config.json asks for code (auto_map={code!r}); remove the key")
     if config.get("trust_remote_code"):
         raise ValueError(f"{directory}: refused: config.json asks for code (trust_remote_code); remove the key")
+    _check_kinds(config, directory)
     return config
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kinds(config: dict[str, Any], directory: Path) -> None:
+    """Raise ValueError for a list where a number should be, and so on."""
+    for key, value in config.items():
+        what, holds = KINDS.get(key, ("", lambda value: True))
+        if value is not None and not holds(value):
+            raise ValueError(f"{directory}: {key} is {str(value)[:40]!r} in config.json, and should be {what}")
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, dict):
+                _check_kinds(inner, directory)
 
 
 def files(directory: Path) -> list[Path]:
@@ -176,12 +229,12 @@ def layer_shapes(
     return {f"{prefix}.{key}.weight": shape for key, shape in found.items()}
 
 
-def integer(config: dict[str, Any], key: str, name: str, default: int | None = None) -> int:
-    """A key that must be a positive whole number."""
+def integer(config: dict[str, Any], key: str, name: str, default: int | None = None, most: int = 2**31) -> int:
+    """A key that must be a positive whole number, and not absurdly large."""
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: {key} is {value!r} in config.json, and should be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{name}: {key} is {str(value)[:40]!r} in config.json, and should be an integer of 1..{most}")
     return value
 
 

@@ -7,6 +7,7 @@ An *error*: the engine does not load the directory, or loads another function th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,7 +107,7 @@ class _Target:
         if name is None:
             return cls()
         directory = hub.resolve(str(name))
-        config = foreign.read_config(directory)
+        config = json.loads((directory / "config.json").read_text())  # engines may run a target's code; here nobody does
         config = config.get("text_config", config)
         keys = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
         return cls(directory, *(config.get(key) for key in keys))
@@ -156,6 +157,10 @@ def _layer(seen: _Seen, layer: dict[str, Any], theirs: _Target) -> dict[str, Any
     if theirs.vocab_size not in (None, layer.get("vocab_size")):
         seen.error(TODAY, "vocabulary", f"vocab_size is {layer.get('vocab_size')}, and the target's is {theirs.vocab_size}")
     return foreign.geometry_of(layer, "config.json")
+
+
+def depth_of(layer: dict[str, Any]) -> int:
+    return foreign.integer(layer, "num_hidden_layers", "config.json", 1, most=foreign.DEEPEST)
 
 
 def _names(seen: _Seen, tensors: dict[str, Tensor], table: foreign.Shapes, engines: tuple[str, ...]) -> None:
@@ -435,7 +440,7 @@ def _rest(
     held = dict(tensors)
     for name in ("d2t", "t2d"):
         held.pop(name, None)
-    num_layers = config.get("num_hidden_layers", 1)
+    num_layers = depth_of(config)
     own = {"geometry": geometry, "num_hidden_layers": num_layers, "draft_vocab_size": draft, **flags}
     own |= {"layer_type": "qwen3" if qwen3 else "llama", "own_lm_head": "lm_head.weight" in held}
     table = raw_eagle3.shapes(own, hidden, taps or 3, "mask_hidden" in held)
@@ -518,7 +523,7 @@ def _speculators(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor]
             seen.error(both, "mask_token_id", "peagle without mask_token_id")
     elif "mask_hidden" in tensors:
         seen.error("vllm", "mask_hidden", "mask_hidden in an eagle3 drafter; say speculators_model_type peagle")
-    for i in range(1, layer.get("num_hidden_layers", 1)):
+    for i in range(1, depth_of(layer)):
         if f"layers.{i}.hidden_norm.weight" in tensors:
             seen.warn("speculators", "layers", f"layers.{i}.hidden_norm.weight is passed over; it is SGLang's name for a norm")
     sizes = (hidden, target_hidden, vocab, draft, taps)
@@ -534,12 +539,8 @@ def _mlp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
     seen.error("vllm", "format", text)
     seen.error(("sglang", "speculators"), "format", "there is no MLP speculator")
     old = ("vllm_0_32",)
-    hidden, vocab = config.get("emb_dim"), config.get("vocab_size")
-    heads = config.get("n_predict")
-    if not all(isinstance(value, int) and value > 0 for value in (hidden, vocab, heads)):
-        seen.error(old, "keys", f"emb_dim={hidden}, vocab_size={vocab}, n_predict={heads}: all are needed")
-        return
-    assert isinstance(hidden, int)
+    hidden, vocab = (foreign.integer(config, key, "config.json") for key in ("emb_dim", "vocab_size"))
+    heads = foreign.integer(config, "n_predict", "config.json", most=foreign.DEEPEST)
     if theirs.hidden_size not in (None, hidden):
         seen.error(old, "hidden_size", f"emb_dim is {hidden}, and the target's width is {theirs.hidden_size}")
     if theirs.vocab_size not in (None, vocab):
@@ -555,7 +556,7 @@ def _mlp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
     held = {name.removeprefix(mlp_speculator.PREFIX): tensor for name, tensor in tensors.items()}
     if own["tie_weights"]:
         try:
-            mlp_speculator.drop_copies(held, int(heads or 0), "config.json")
+            mlp_speculator.drop_copies(held, heads, "config.json")
         except ValueError as error:
             seen.error(old, "tied", str(error).removeprefix("config.json: "))
     _names(seen, held, mlp_speculator.shapes(own, hidden), old)

@@ -57,7 +57,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     name = str(directory)
     foreign.refuse_options(config, KNOWN, name)
     hidden = foreign.integer(config, "emb_dim", name)
-    vocab, heads = foreign.integer(config, "vocab_size", name), foreign.integer(config, "n_predict", name)
+    vocab, heads = foreign.integer(config, "vocab_size", name), foreign.integer(config, "n_predict", name, most=foreign.DEEPEST)
     own: dict[str, Any] = {
         "n_predict": heads,
         "inner_dim": config.get("inner_dim") or hidden,

@@ -51,7 +51,7 @@ def shapes(geometry: dict[str, Any], hidden: int) -> Shapes:
 def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     name, config = str(directory), unwrapped(config)
     foreign.refuse_options(config, set(), name)
-    if (num_layers := foreign.integer(config, "num_hidden_layers", name, 1)) != 1:
+    if (num_layers := foreign.integer(config, "num_hidden_layers", name, 1, most=foreign.DEEPEST)) != 1:
         raise ValueError(f"{name}: num_hidden_layers={num_layers} cannot be represented; EAGLE-1 has one layer here")
     hidden, vocab = foreign.integer(config, "hidden_size", name), foreign.integer(config, "vocab_size", name)
     tensors = foreign.read_tensors(directory)

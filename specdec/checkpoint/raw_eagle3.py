@@ -120,7 +120,7 @@ def assembled(
     own: dict[str, Any] = {
         IDS: ids,
         "layer_type": layer_type,
-        "num_hidden_layers": foreign.integer(config, "num_hidden_layers", name, 1),
+        "num_hidden_layers": foreign.integer(config, "num_hidden_layers", name, 1, most=foreign.DEEPEST),
         **flags,
         "geometry": foreign.geometry_of(config, name),
         "own_lm_head": "lm_head.weight" in tensors,
@@ -142,7 +142,7 @@ def assembled(
             raise ValueError(
                 f"{name}: layers.{i}.hidden_norm.weight is not input_layernorm.weight: vLLM reads one and SGLang the other"
             )
-    taps = len(ids) if ids is not None else foreign.integer(config, "num_aux_hidden_states", name, 3)
+    taps = len(ids) if ids is not None else foreign.integer(config, "num_aux_hidden_states", name, 3, most=foreign.DEEPEST)
     if config.get("num_aux_hidden_states") not in (None, taps):
         raise ValueError(f"{name}: num_aux_hidden_states={config['num_aux_hidden_states']}, and {IDS} names {taps} layers")
     table = shapes(own, hidden, taps, peagle)
