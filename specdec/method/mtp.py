@@ -224,6 +224,11 @@ class MTP(ChainDrafter):
 
     # ---------------------------------------------------------------- training
 
+    def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+        if len(self.mtp) > 1:  # all of them are trained, and weigh 1 together
+            objective = objective.model_copy(update={"ttt_steps": len(self.mtp)})
+        super().for_training(objective, init, statistics, warm)
+
     def num_steps(self, progress: float) -> int:
         return super().num_steps(progress) if len(self.mtp) == 1 else len(self.mtp)
 

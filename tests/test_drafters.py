@@ -1,0 +1,640 @@
+"""MLP speculator, P-EAGLE and MTP: what is trained is what drafts, the formulas, the loss, training, and modules that a target
+ships.
+
+The helpers are those of test_eagle.py and test_train.py, where the same is asked of EAGLE.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_eagle import REDUCED, SAMPLES, VOCAB, InWords, close, decode, gradients, loaded, plain, prompts, sample, statistics
+from torch import Tensor
+
+from specdec import rejection
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import Context, Draft, Request, SamplingParams
+from specdec.drafter import Init
+from specdec.engine import Engine
+from specdec.method.mlp import MLP
+from specdec.method.mtp import MTP
+from specdec.method.peagle import Objective as Depths
+from specdec.method.peagle import PEagle
+from specdec.target import CausalLM
+from specdec.training import losses, unroll
+from specdec.training.data import Sample
+from specdec.training.features import Batch, Online
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A drafter: its method, what it is built of, how it begins, its target, and how many tokens it drafts at most."""
+
+    kind: Any
+    architecture: dict[str, Any] = field(default_factory=dict)
+    init: Init = field(default_factory=Init)
+    reduced: bool = False
+    target: str = "tiny"
+    num_draft: int = 4
+
+    @property
+    def vocab_ids(self) -> np.ndarray | None:
+        return REDUCED if self.reduced else None
+
+
+FROZEN = Init(train_lm_head=False)  # the target's output layer
+UNTIED = {"tie_weights": False, "n_predict": 4}
+VARIANTS = {
+    "mlp": Variant(MLP, num_draft=3),
+    "mlp-untied-reduced": Variant(MLP, UNTIED, reduced=True),
+    "mlp-targets-embedding": Variant(MLP, {"own_embedding": False, "scale_input": False, "n_predict": 4}),
+    "mlp-targets-head": Variant(MLP, {"n_predict": 2}, FROZEN, num_draft=2),
+    "mlp-targets-parts-gemma2": Variant(MLP, UNTIED | {"own_embedding": False}, FROZEN, target="tiny-gemma2"),
+    "mlp-narrow": Variant(MLP, UNTIED | {"inner_dim": 48}, Init(lm_head="random")),
+    "mlp-one": Variant(MLP, {"n_predict": 1}, Init(lm_head="random", scale_features=False), num_draft=1),
+    "peagle": Variant(PEagle),
+    "peagle-2-layers-reduced": Variant(PEagle, {"num_hidden_layers": 2, "mask_token_id": 300}, reduced=True),
+    "peagle-norms": Variant(
+        PEagle, {"num_hidden_layers": 2, "norm_before_fc": True, "norm_before_residual": True, "layer_type": "qwen3"}
+    ),
+    "peagle-fc-norm-gemma2": Variant(PEagle, {"fc_norm": True, "norm_output": True}, FROZEN, target="tiny-gemma2"),
+    "mtp": Variant(MTP, {}, FROZEN),
+    "mtp-targets-state-qwen2": Variant(MTP, {"hidden_feedback": "target"}, target="tiny-qwen2"),
+    "mtp-gemma2": Variant(MTP, {"zero_first_embedding": True, "last_hidden_kind": "pre_norm"}, FROZEN, target="tiny-gemma2"),
+    "mtp-4-qwen3": Variant(MTP, {"num_modules": 4, "last_hidden_kind": "pre_norm"}, target="tiny-qwen3"),
+    "mtp-3-mistral-reduced": Variant(
+        MTP, {"num_modules": 3, "zero_first_embedding": True}, reduced=True, target="tiny-mistral", num_draft=3
+    ),
+    "mtp-4-targets-state-gemma3": Variant(MTP, {"num_modules": 4, "hidden_feedback": "target"}, FROZEN, target="tiny-gemma3"),
+    "mtp-2": Variant(MTP, {"num_modules": 2}, FROZEN, num_draft=2),
+}
+FEW = ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3"]
+OF = {kind: [name for name, own in VARIANTS.items() if own.kind is kind] for kind in (MLP, PEagle, MTP)}
+
+
+@cache
+def grown(variant: str) -> Checkpoint:
+    """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
+    own, noise = VARIANTS[variant], torch.Generator().manual_seed(4)
+    fresh = own.kind.fresh(loaded(own.target), own.architecture, own.init, own.vocab_ids)
+    for _, tensor in sorted(fresh.tensors.items()):
+        if tensor.is_floating_point():
+            tensor += 0.15 * torch.randn(tensor.shape, generator=noise)
+    return fresh
+
+
+def drafter(variant: str, num_draft: int = 1, **more: Any) -> Any:
+    own = VARIANTS[variant]
+    return own.kind(loaded(own.target), copy.deepcopy(grown(variant)), num_draft, **more)
+
+
+def learner(variant: str, **objective: Any) -> Any:
+    """One for training, which scales features where its variant does. P-EAGLE keeps all rows unless told otherwise."""
+    own, trained = VARIANTS[variant], drafter(variant)
+    given: dict[str, Any] = {MLP: {}, PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}[own.kind]
+    given = given | {"loss": {"ce": 0.5, "nll": 0.5}} | objective
+    trained.for_training(own.kind.objective_type(**given), own.init, statistics(own.target, trained.hidden_layers))
+    return trained
+
+
+def features(trained: Any, samples: list[Sample]) -> Batch:
+    return Online(trained.target, trained.hidden_layers)(samples)
+
+
+def steps_of(trained: Any) -> int:
+    return int(trained.num_steps(1.0))
+
+
+def head_of(trained: Any, k: int, state_ND: Tensor) -> Tensor:
+    return trained.head_logits(k, state_ND) if isinstance(trained, MLP) else trained.draft_logits(state_ND)
+
+
+def one_line(action: Callable[[], Any], *words: str) -> None:
+    """An error of one line that contains the words."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        action()
+    message = str(caught.value)
+    assert "\n" not in message, message
+    assert all(word in message for word in words), message
+
+
+# --------------------------------------------------------------------------- training and drafting agree
+
+
+@dataclass
+class Asked:
+    """One row of one call of `propose`: the committed tokens, what was drafted, and the states and logits of every step."""
+
+    row: int
+    tokens: list[int]
+    drafted: list[int]
+    states: list[Tensor]
+    logits: list[Tensor]
+
+
+def watched(proposer: Any) -> list[Asked]:
+    """Make a drafter write down what happens while it proposes."""
+    asked: list[Asked] = []
+    steps: list[tuple[Tensor, Tensor]] = []
+    name = "head_logits" if isinstance(proposer, MLP) else "draft_logits"
+    logits_of, propose = getattr(proposer, name), proposer.propose
+
+    def kept(*given: Any) -> Tensor:
+        logits_BV: Tensor = logits_of(*given)
+        steps.append((given[-1].clone(), logits_BV.clone()))
+        return logits_BV
+
+    def watching(context: Context) -> Draft:
+        steps.clear()
+        draft = propose(context)
+        for b, length in enumerate(draft.length_B.tolist()):
+            own = steps[:length]
+            one = Asked(int(context.rows[b]), context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), [], [])
+            one.states, one.logits = [states[b] for states, _ in own], [logits[b] for _, logits in own]
+            asked.append(one)
+        return draft
+
+    setattr(proposer, name, kept)
+    proposer.propose = watching
+    return asked
+
+
+def hold_to_training(variant: str, lengths: tuple[int, ...], max_tokens: int = 14) -> list[Asked]:
+    """Every draft of a decoding in a batch, against the unrolled steps over (committed tokens, draft) as a document: the row
+    before the last committed token is at step k where draft k is made. States that no row may read are noise.
+
+    A verifier that accepts by lot makes drafts of every length stand and fall, whatever the drafter is worth."""
+    trained, own = learner(variant), VARIANTS[variant]
+    proposer = own.kind(loaded(own.target), trained.exported(), own.num_draft)
+    asked, rates = watched(proposer), [0.8, 0.62, 0.45, 0.3][: own.num_draft]
+    verifier = rejection.build("synthetic", own.num_draft, synthetic_acceptance_rates=rates)
+    engine = Engine(loaded(own.target), proposer, verifier, max_batch_size=3, prefill_chunk_size=64)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    requests = [Request(str(i), prompt, params, seed=i) for i, prompt in enumerate(prompts(*lengths))]
+    assert len(list(engine.run(requests))) == len(lengths)
+    asked = [one for one in asked if one.drafted]
+
+    documents = []
+    for i, one in enumerate(asked):
+        tokens = np.array([*one.tokens, *one.drafted])
+        documents.append(Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
+    batch = features(trained, documents)
+    first_B = np.cumsum(batch.length_B) - batch.length_B
+    row_B = first_B + np.array([len(one.tokens) - 2 for one in asked])
+    for first, row, length in zip(first_B, row_B, batch.length_B, strict=True):
+        batch.hidden_NTD[row + 1 : first + length] = 9.0
+    compared = 0
+    with torch.no_grad():
+        plan = trained.plan(batch, steps_of(trained), 0)
+        for k, (step, state_AD) in enumerate(zip(plan.steps, trained.unrolled(batch, plan), strict=True)):
+            here = [(row, one) for row, one in zip(row_B.tolist(), asked, strict=True) if len(one.drafted) > k]
+            place = np.searchsorted(step.rows, [row for row, _ in here])
+            assert step.rows[place].tolist() == [row for row, _ in here]
+            state_AD = state_AD[torch.from_numpy(place)]
+            for (_, one), state_D, logits_V in zip(here, state_AD, head_of(trained, k, state_AD), strict=True):
+                close(one.states[k], state_D, 1e-4, f"state of step {k} after {len(one.tokens)} tokens")
+                close(one.logits[k], logits_V, 1e-4, f"logits of step {k} after {len(one.tokens)} tokens")
+            compared += len(here)
+    assert compared > 2 * len(asked) or own.num_draft < 4
+    return asked
+
+
+def accepted_in(asked: list[Asked]) -> set[int]:
+    """How many tokens of a draft stood, over all that were followed by another one of the same request."""
+    found = set()
+    for i, one in enumerate(asked):
+        n = len(one.tokens)
+        after = next((x for x in asked[i + 1 :] if x.row == one.row), None)
+        if after is not None and after.tokens[:n] == one.tokens:
+            found.add(len(after.tokens) - n - 1)
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_trained_is_what_drafts(variant: str) -> None:
+    """Rows join and leave; drafts of all lengths are made, stand and fall."""
+    num_draft = VARIANTS[variant].num_draft
+    asked = hold_to_training(variant, (3, 70, 20, 1, 2, 9, 33))
+    assert {len(one.drafted) for one in asked} == set(range(1, num_draft + 1))
+    assert accepted_in(asked) == set(range(num_draft + 1))
+
+
+@pytest.mark.parametrize("variant", ["peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", "mtp-3-mistral-reduced"])
+def test_drafts_go_on_from_a_long_prompt(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs of a prompt come in pieces: of 16 here, so that prompts end before, at and behind their borders."""
+    for module in ("specdec.chain", "specdec.method.mtp"):
+        monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 16)
+    hold_to_training(variant, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
+
+
+@pytest.mark.parametrize("variant", ["mlp", "peagle-2-layers-reduced", "mtp-4-qwen3"])
+def test_output_is_the_targets(variant: str) -> None:
+    """Under a lossless verifier, with a budget that ends within the drafter's context and one that does not."""
+    own, lengths = VARIANTS[variant], (3, 40, 20, 2, 9)
+    for more in ({}, {"max_model_len": 24}, {"draft_sample_method": "probabilistic"}):
+        proposer = drafter(variant, own.num_draft, **more)
+        asked = watched(proposer)
+        assert decode(loaded(own.target), proposer, prompts(*lengths)) == plain(own.target, lengths)
+        beyond = [one for one in asked if len(one.tokens) >= 26]
+        assert beyond
+        assert any(one.drafted for one in beyond) == ("max_model_len" not in more)
+
+
+# ------------------------------------------------------------------------------------------- the formulas
+
+
+def rms_normed(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("variant", OF[MLP])
+def test_an_mlp_head_is_its_formula(variant: str) -> None:
+    """s_i = gelu(ln_i(proj_i(s_{i-1}) + w_e / w_s emb_i(x_i))): what IBM's code does, with the tensors of the checkpoint."""
+    own, made, trained = VARIANTS[variant], grown(variant), drafter(variant)
+    weights, config = made.tensors, made.config
+    n, inner, tied = config["n_predict"], config["inner_dim"], config["tie_weights"]
+    batch = features(trained, [SAMPLES[0]])
+    count = len(batch.token_N) - n - 1
+    state = loaded(own.target).final_norm(batch.hidden_NTD[:count, -1])
+    if config["scale_input"]:
+        state = rms_normed(state) / math.sqrt(2)
+    w_s = 0.5 ** (0.5 / n)
+    w_e = math.sqrt((1 - w_s**2) * inner / 2)
+    with torch.no_grad():
+        plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), n)
+        unrolled = trained.unrolled(batch, plan)
+        for i in range(n):
+            token_N, of = batch.token_N[1 + i : 1 + i + count], 0 if tied else i
+            own_embedding = config["own_embedding"]
+            embedded = weights[f"emb.{of}.weight"][token_N] if own_embedding else trained.target.embedding(token_N)
+            x = state @ weights[f"proj.{min(i, 1) if tied else i}.weight"].t() + w_e / w_s * embedded
+            x = rms_normed(x) * weights[f"ln.{of}.weight"] + weights[f"ln.{of}.bias"]
+            state = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+            head = weights[f"head.{of}.weight"] if config["own_lm_head"] else trained.target.head_rows()[0]
+            close(unrolled[i][:count], state, 1e-4, f"head {i}")
+            close(trained.head_logits(i, unrolled[i][:count]), state @ head.t(), 1e-4, f"logits of head {i}")
+
+
+def test_the_weights_of_an_mlp_in_numbers() -> None:
+    """By hand, for three heads 64 wide: w_s = 0.5^(1/6) = 0.890899, w_e = sqrt((1 - 0.793701) 32) = 2.569354."""
+    assert drafter("mlp").embedding_weight == pytest.approx(2.569354 / 0.890899, rel=1e-5)
+    assert drafter("mlp-narrow").embedding_weight == pytest.approx(math.sqrt((1 - 0.5**0.25) * 24) / 0.5**0.125, rel=1e-6)
+
+
+class Placed(InWords):
+    """The first layer of EAGLE-3 and ordinary ones after it, over rows at any positions that see what a matrix says."""
+
+    def __init__(self, made: Checkpoint, position_N: Tensor, sees_NN: Tensor) -> None:
+        super().__init__(made)
+        self.position_N, self.sees_NN = position_N, sees_NN
+
+    def rotated(self, x_NHW: Tensor) -> Tensor:
+        half = x_NHW.shape[-1] // 2
+        speed = self.shape["rope_parameters"]["rope_theta"] ** (-torch.arange(half) / half)
+        angle = self.position_N.view(-1, 1, 1) * speed
+        a, b = x_NHW[..., :half], x_NHW[..., half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def attention(self, x: Tensor, name: str) -> Tensor:
+        width = self.shape["head_dim"]
+        q, k, v = (self.linear(x, f"{name}.{part}_proj").unflatten(-1, (-1, width)) for part in "qkv")
+        if self.config["layer_type"] == "qwen3":
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        repeat = q.shape[1] // k.shape[1]
+        q, k, v = self.rotated(q), self.rotated(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        score = torch.einsum("qhw,khw->hqk", q, k) / width**0.5
+        weight = score.masked_fill(~self.sees_NN, float("-inf")).softmax(-1)
+        return self.linear(torch.einsum("hqk,khw->qhw", weight, v).flatten(1), f"{name}.o_proj")
+
+    def states(self, embedding: Tensor, hidden_NTD: Tensor) -> Tensor:
+        self.config = self.config | {"norm_output": False}
+        g = self.eagle3(embedding, hidden_NTD)[1]
+        for i in range(1, self.config["num_hidden_layers"]):
+            u = g + self.attention(self.norm(g, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn")
+            g = u + self.mlp(self.norm(u, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp")
+        return self.norm(g, "norm")
+
+
+@pytest.mark.parametrize("variant", OF[PEagle])
+def test_depths_are_one_dense_masked_pass(variant: str) -> None:
+    """Every row at every depth, with one matrix that says who sees whom: a mask place sees the tokens of its document up to
+    its row, and the mask places of its own row at lesser depths. Two documents; which rows are computed is COD's affair."""
+    made, depths = grown(variant), 4
+    for ratio in (1.0, 0.7):
+        trained = drafter(variant)
+        trained.objective = Depths(num_depths=depths, down_sample_ratio=ratio, down_sample_ratio_min=0.2)
+        batch = features(trained, [SAMPLES[0], SAMPLES[1]])
+        count = len(batch.token_N)
+        row, depth = torch.arange(count).repeat(depths), torch.arange(depths).repeat_interleave(count)
+        first = torch.from_numpy(np.repeat(np.cumsum(batch.length_B) - batch.length_B, batch.length_B)).repeat(depths)
+        same_document = first[:, None] == first
+        tokens_before = (depth == 0) & (row <= row[:, None])
+        own_masks = (row == row[:, None]) & (depth > 0) & (depth <= depth[:, None])
+        words = Placed(made, row - first + depth, same_document & (tokens_before | own_masks))
+        token_N = torch.where(depth == 0, batch.token_N.roll(-1).repeat(depths), trained.mask_token_id)
+        taps = batch.hidden(trained.hidden_layers)
+        masks = made.tensors["mask_hidden"].view(1, *taps.shape[1:]).repeat(count * (depths - 1), 1, 1)
+        with torch.no_grad():
+            want = words.states(trained.target.embedding(token_N), torch.cat([taps, masks])).unflatten(0, (depths, count))
+            plan = trained.plan(batch, depths, 3)
+            states = trained.unrolled(batch, plan)
+        sizes = [len(step.rows) for step in plan.steps]
+        assert sizes == sorted(sizes, reverse=True)
+        assert 0 < sizes[-1] < sizes[0]
+        for d, (step, state) in enumerate(zip(plan.steps, states, strict=True)):
+            close(state, want[d, torch.from_numpy(step.rows)], 1e-4, f"depth {d}")
+
+
+def test_what_a_pass_of_peagle_is_fed() -> None:
+    """vLLM's golden layout (tests/v1/spec_decode/test_eagle.py): two requests, three drafts each. Ours has no padding, so its
+    place for a rejected token is left out."""
+    proposer = drafter("peagle-2-layers-reduced", 3)
+    proposer.reserve(2, 64)
+    mask, fed, kept = proposer.mask_token_id, [], []
+    step, forward_pairs = proposer.step, proposer.forward_pairs
+
+    def feeding(embedding: Tensor, hidden: Tensor, position: Tensor, *more: Any) -> Any:
+        fed.append((embedding, hidden, position))
+        return step(embedding, hidden, position, *more)
+
+    def keeping(*given: Any) -> Any:
+        kept.append(given[-1].tolist())
+        return forward_pairs(*given)
+
+    proposer.step, proposer.forward_pairs = feeding, keeping
+    token_RL = np.zeros((2, 64), dtype=np.int64)
+    token_RL[0, 5:9], token_RL[1, 10:15] = [10, 11, 12, 100], [20, 21, 22, 23, 200]
+    taps = torch.randn(7, 3, 64, generator=torch.Generator().manual_seed(0))
+    taps = taps[:, : len(proposer.hidden_layers)]
+    given = Context(
+        rows=np.array([0, 1]), requests=[], token_RL=token_RL, length_B=np.array([9, 15]), max_draft_B=np.array([3, 3]),
+        last_token_B=torch.tensor([100, 200]), uniform_BK=None, hidden=list(taps.split([3, 4])), logits_BV=None,
+    )  # fmt: skip
+    given.requests = [Request(str(i), [1], SamplingParams(temperature=0)) for i in range(2)]
+    draft = proposer.propose(given)
+    assert draft.token_BK.shape == (2, 3)
+    assert len(fed) == 1, "one pass"
+    embedding, hidden, position = fed[0]
+    ids = [11, 12, 100, mask, mask, 21, 22, 23, 200, mask, mask]
+    assert torch.equal(embedding, proposer.target.embedding(torch.tensor(ids)))
+    assert position.tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert kept == [[2, 3, 4, 8, 9, 10]]
+    with torch.no_grad():
+        learned = proposer.fuse(proposer.mask_hidden.view(1, *taps.shape[1:]))
+        pairs = proposer.fuse(taps)
+    close(hidden, torch.cat([pairs[:3], learned, learned, pairs[3:], learned, learned]), 1e-6)
+
+
+class ModuleInWords:
+    """MTP: eh_proj(cat[enorm(embedding), hnorm(h)]), transformers' own decoder layer with eager attention, norm."""
+
+    def __init__(self, target: CausalLM, tensors: dict[str, Tensor], i: int) -> None:
+        self.target = target
+        self.weights = {name.removeprefix(f"mtp.{i}."): x for name, x in tensors.items() if name.startswith(f"mtp.{i}.")}
+        config = copy.deepcopy(target.config)
+        config._attn_implementation, config.attn_logit_softcapping = "eager", None
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * target.num_layers
+        last = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=target.num_layers - 1)
+        self.kind = kinds[last]
+        self.layer = type(target.model.get_decoder().layers[last])(config, last).eval()
+        block = {name.removeprefix("block."): x for name, x in self.weights.items() if name.startswith("block.")}
+        self.layer.load_state_dict(block)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        gemma = self.target.config.model_type.startswith(("gemma", "qwen3_next"))
+        return rms_normed(x, self.target.config.rms_norm_eps) * (1 + weight if gemma else weight)
+
+    def __call__(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        count = len(hidden)
+        parts = self.norm(embedding, self.weights["enorm.weight"]), self.norm(hidden, self.weights["hnorm.weight"])
+        x = (torch.cat(parts, 1) @ self.weights["eh_proj.weight"].t()).unsqueeze(0)
+        rotary = self.target.model.get_decoder().rotary_emb
+        kind = (self.kind,) if self.target.config.model_type == "gemma3_text" else ()
+        future = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        out = self.layer(x, position_embeddings=rotary(x, torch.arange(count)[None], *kind), attention_mask=future)
+        return self.norm((out[0] if isinstance(out, tuple) else out)[0], self.weights["norm.weight"])
+
+
+def mtp_states(made: Checkpoint, target: CausalLM, token_N: Tensor, last_ND: Tensor, row: int, steps: int) -> list[Tensor]:
+    """[D] at one row of one document, for every step. One module goes on behind the row with what it said itself; of several,
+    each runs over all rows up to it."""
+    config, num_modules = made.config, made.config["num_modules"]
+    modules = [ModuleInWords(target, made.tensors, i) for i in range(num_modules)]
+    if config["last_hidden_kind"] == "post_norm":
+        last_ND = modules[0].norm(last_ND, target.final_norm.weight)
+    embedding, target_last = target.embedding(token_N[1 : row + 2]), last_ND[: row + 1]
+    hidden, states = target_last, []
+    for k in range(steps):
+        if num_modules > 1:
+            embedding = target.embedding(token_N[1 + k : row + 2 + k])
+        elif k:
+            embedding = torch.cat([embedding, target.embedding(token_N[row + 1 + k : row + 2 + k])])
+        fed = embedding.clone()
+        if config["zero_first_embedding"]:
+            fed[0] = 0
+        out = modules[k if num_modules > 1 else 0](fed, hidden)
+        states.append(out[-1])
+        if num_modules > 1:
+            hidden = out if config["hidden_feedback"] == "own" else target_last
+        else:
+            hidden = torch.cat([hidden, (out if config["hidden_feedback"] == "own" else target_last)[-1:]])
+    return states
+
+
+@pytest.mark.parametrize("variant", OF[MTP])
+def test_an_mtp_module_is_its_formula(variant: str) -> None:
+    made, trained, own = grown(variant), drafter(variant), VARIANTS[variant]
+    batch = features(trained, [SAMPLES[1], SAMPLES[0]])
+    with torch.no_grad():
+        plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), own.num_draft)
+        states = trained.unrolled(batch, plan)
+        for row in (0, 1, 30):  # of the second document
+            want = mtp_states(made, trained.target, batch.token_N[17:], batch.hidden_NTD[17:, -1], row, own.num_draft)
+            for k, (step, state) in enumerate(zip(plan.steps, states, strict=True)):
+                got = state[step.rows.tolist().index(17 + row)]
+                close(got, want[k], 1e-4, f"row {row}, step {k}")
+                head = made.tensors["lm_head.weight"] if made.config["own_lm_head"] else trained.target.head_rows()[0]
+                close(trained.draft_logits(got[None])[0], want[k] @ head.t(), 1e-4, f"logits at row {row}, step {k}")
+
+
+# --------------------------------------------------------------------------------------------------- loss
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value, sums and the gradient of every parameter; none of them is zero."""
+    trained, own = learner(variant), VARIANTS[variant]
+    batch = features(trained, SAMPLES)
+    batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
+    loss, sums, grads = gradients(trained, batch)
+    assert not [name for name, grad in grads.items() if not grad.abs().sum()]
+    assert {name for name, p in trained.named_parameters() if not p.requires_grad} == set()
+    assert any("head" in name for name in grads) == (own.init.train_lm_head or own.reduced)
+    assert [float(x) for x in sums[:, losses.ROWS]] == [
+        sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps_of(trained))
+    ]
+    monkeypatch.setattr(losses, "distill", losses.readable_distill)
+    if own.kind is not MLP:
+        monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.readable_attention))
+    close((loss, sums, grads), gradients(trained, batch), 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["peagle-norms", "mtp", "mtp-4-qwen3"])
+def test_readable_attention_gives_the_same_states(variant: str) -> None:
+    trained = learner(variant)
+    batch = features(trained, SAMPLES)
+    plan = trained.plan(batch, steps_of(trained), 0)
+    with torch.no_grad():
+        close(trained.unrolled(batch, plan), trained.unrolled(batch, plan, attention=unroll.readable_attention), 1e-5)
+
+
+@pytest.mark.parametrize("variant", ["mlp-untied-reduced", "mlp", "mlp-targets-head"])
+def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
+    """In words: -log q(x) of every head at every supervised token that it can draft, unweighted."""
+    trained = learner(variant, loss={"nll": 1.0})
+    batch, want = features(trained, SAMPLES), 0.0
+    plan = trained.plan(batch, steps_of(trained), 0)
+    place = {token: i for i, token in enumerate(REDUCED.tolist() if VARIANTS[variant].reduced else range(VOCAB))}
+    with torch.no_grad():
+        for k, (step, state) in enumerate(zip(plan.steps, trained.unrolled(batch, plan), strict=True)):
+            law = trained.head_logits(k, state).log_softmax(-1)
+            for i in step.supervised.tolist():
+                token = int(batch.token_N[step.rows[i] + 2 + k])
+                if token in place:
+                    want -= law[i, place[token]].item()
+        loss, sums = trained.loss(batch)
+    assert loss.item() == pytest.approx(want, rel=1e-5)
+    assert sums[:, losses.LOSS].sum().item() == pytest.approx(want, rel=1e-5)
+    assert len(sums) == trained.config["n_predict"]
+
+
+def test_the_steps_of_mtp_weigh_one_together() -> None:
+    """.51, .31 and .18 (FastMTP); with a module for every token, all the modules together, whatever ttt_steps says."""
+    own = MTP.objective_type()
+    assert own.weights(3) == pytest.approx([0.51, 0.306, 0.184], abs=1e-3)
+    assert sum(own.weights(3)) == pytest.approx(1)
+    assert own.weights(1) == own.weights(3)[:1], "while one step is unrolled, it weighs what it will weigh"
+    for variant, count in (("mtp-4-qwen3", 4), ("mtp-2", 2), ("mtp", 3)):
+        trained = learner(variant, ttt_steps=3)
+        batch = features(trained, SAMPLES)
+        loss, sums = trained.loss(batch)
+        weights = trained.objective.weights(steps_of(trained))
+        assert len(weights) == len(sums) == count
+        assert sum(weights) == pytest.approx(1)
+        assert loss.item() == pytest.approx(sum(w * x for w, x in zip(weights, sums[:, 0].tolist(), strict=True)), rel=1e-5)
+        assert weights[1] / weights[0] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("variant", FEW)
+def test_a_batch_is_the_sum_of_its_samples(variant: str) -> None:
+    """Packed or alone, loss, sums and gradients are the same, also where rows are drawn (COD): by a sample's name."""
+    more = {"down_sample_ratio": 0.6} if VARIANTS[variant].kind is PEagle else {}
+    trained = learner(variant, **more)
+    whole = gradients(trained, features(trained, SAMPLES), seed=5)
+    alone = [gradients(trained, features(trained, [one]), seed=5) for one in SAMPLES]
+    close(whole[0], sum(one[0] for one in alone), 1e-5, "loss")
+    close(whole[1], sum(one[1] for one in alone), 1e-5, "sums")
+    close(whole[2], {name: sum(one[2][name] for one in alone) for name in whole[2]}, 1e-5)
+
+
+@pytest.mark.parametrize("variant", FEW)
+def test_padding_changes_nothing_and_masked_samples_teach_nothing(variant: str) -> None:
+    trained = learner(variant)
+    want = gradients(trained, features(trained, SAMPLES))
+    padded = [
+        replace(one, token_n=np.r_[one.token_n, np.full(n, 258)], mask_n=np.r_[one.mask_n, np.zeros(n, dtype=bool)])
+        for one, n in zip(SAMPLES, (1, 7, 0, 30), strict=True)
+    ]
+    close(gradients(trained, features(trained, padded)), want, 1e-5)
+    for samples in ([SAMPLES[2]], [sample("short", 2, [(0, 2)]), sample("one", 1, [(0, 1)])]):
+        loss, sums, grads = gradients(trained, features(trained, samples))
+        assert loss == 0
+        assert not sums.any()
+        assert all((grad == 0).all() for grad in grads.values())
+
+
+@pytest.mark.parametrize("variant", FEW)
+def test_documents_that_end_before_the_steps_do(variant: str) -> None:
+    trained = learner(variant)
+    short = [sample(f"short {n}", n, [(0, n)]) for n in (3, 5, 4)]
+    loss, sums, grads = gradients(trained, features(trained, short))
+    assert loss > 0
+    assert all(torch.isfinite(grad).all() for grad in grads.values())
+    assert sums[:, losses.ROWS].tolist() == [6, 3, 1, 0][: len(sums)]
+
+
+@pytest.mark.parametrize(
+    "variant", ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", "mtp-4-targets-state-gemma3"]
+)
+def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None:
+    """What may change a row of position p at step k, and nothing else does: tokens up to p + 1 + k (P-EAGLE: p + 1; an MLP:
+    from p + 1 on) and the target's states up to p (an MLP: of p) of its own document."""
+    trained, kind = learner(variant), VARIANTS[variant].kind
+    batch = features(trained, [SAMPLES[0], SAMPLES[1], SAMPLES[0]])
+    plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), 3 if kind is PEagle else steps_of(trained))
+    first_N = torch.from_numpy(plan.first_A)
+    with torch.no_grad():
+        want = trained.unrolled(batch, plan)
+        for place in (0, 1, 23, 39, 40, 41, 56, 57, 60):
+            token_N, hidden_NTD = batch.token_N.clone(), batch.hidden_NTD.clone()
+            token_N[place] = (token_N[place] + 1) % VOCAB
+            hidden_NTD[place] *= -2.0
+            by_token = trained.unrolled(replace(batch, token_N=token_N), plan)
+            by_state = trained.unrolled(replace(batch, hidden_NTD=hidden_NTD), plan)
+            for k, step in enumerate(plan.steps):
+                row_A = torch.from_numpy(step.rows)
+                inside = first_N[row_A] == first_N[place]
+                last = row_A + 1 + (0 if kind is PEagle else k)
+                sees_token = inside & (last >= place) & bool(place != first_N[place])
+                sees_state = inside & (row_A >= place)
+                if kind is MLP:
+                    sees_token, sees_state = sees_token & (row_A < place), row_A == place
+                assert (by_token[k] != want[k]).any(1).tolist() == sees_token.tolist(), (place, k)
+                assert (by_state[k] != want[k]).any(1).tolist() == sees_state.tolist(), (place, k)
+
+
+@pytest.mark.parametrize(("ratio", "least"), [(0.7, 0.2), (0.5, 0.0), (1.0, 0.2), (0.1, 0.5)])
+def test_depths_keep_their_share_of_rows(ratio: float, least: float) -> None:
+    """Depth k has ceil(max(ratio^k, least) n) rows of n, all of which depth k - 1 had; drawn by name and seed, not by place."""
+    lengths = np.array([40, 1, 17, 100])
+    names = ["a", "b", "c", "d"]
+    reach_N = unroll.reach(names, lengths, 8, ratio, least, 3)
+    for name, part in zip(names, np.split(reach_N, np.cumsum(lengths)[:-1]), strict=True):
+        kept = [int((part > k).sum()) for k in range(8)]
+        assert kept == [math.ceil(max(ratio**k, least) * len(part) - 1e-9) for k in range(8)]
+        assert kept[0] == len(part), "every row takes part in the first"
+        assert np.array_equal(part, unroll.reach([name], np.array([len(part)]), 8, ratio, least, 3))
+    other = unroll.reach(names, lengths, 8, ratio, least, 4)
+    assert np.array_equal(other, reach_N) == (ratio == 1.0)
+    plan = unroll.plan(lengths, np.random.default_rng(0).random(lengths.sum()) < 0.6, 8, 2, reach_N)
+    for k, step in enumerate(plan.steps):
+        assert (reach_N[step.rows] > k).all()
+        if k:
+            assert np.isin(step.rows, plan.steps[k - 1].rows).all()
+            assert np.array_equal(plan.steps[k - 1].rows[step.kept], step.rows)
+
+
+def test_the_rows_of_depths_are_drawn_anew_in_every_step_of_a_run() -> None:
+    trained = learner("peagle", down_sample_ratio=0.5)
+    batch = features(trained, SAMPLES)
+    rows = [trained.plan(batch, 4, seed).steps[3].rows.tolist() for seed in ("0 1", "0 1", "0 2")]
+    assert rows[0] == rows[1] != rows[2]
+    assert trained.loss(batch, seed="0 1")[0] != trained.loss(batch, seed="0 2")[0]
+
+
+def test_mask_hidden_begins_as_what_is_usual() -> None:
+    """The mean of the target's states; one that was trained before is left as it is."""
+    own, trained = VARIANTS["peagle"], drafter("peagle")
+    taps = statistics(own.target, trained.hidden_layers)
+    trained.for_training(Depths(), Init(), taps, warm=True)
+    close(trained.mask_hidden, grown("peagle").tensors["mask_hidden"], 1e-6)
+    trained.for_training(Depths(), Init(), taps)
+    close(trained.mask_hidden.flatten(), taps.flatten(1).mean(0), 1e-5)
