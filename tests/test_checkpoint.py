@@ -4,6 +4,7 @@ engines' rules, and the public `speculators` package computes the same drafts fr
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import pickle
@@ -850,6 +851,43 @@ def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
             gap = (wanted - logits[k][torch.from_numpy(step.rows)[rows]]).abs().max()
             assert len(rows) > 30
             assert gap < 1e-4 * max(1, wanted.abs().max()), (k, gap)
+
+
+@pytest.mark.parametrize("name", ["peagle", "peagle-qwen3-layer"])
+def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P-EAGLE: logits of every row and depth, mask places included, none of them left out."""
+    theirs, target, depths = package(packaged(tmp_path, name)), loaded(), 4
+    core = importlib.import_module("speculators.models.peagle.core")
+    drawn: list[tuple[Tensor, Tensor]] = []
+    sample = core.generate_cod_sample_indices
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **how: drawn.append(sample(**how)) or drawn[0])
+    logits: list[Tensor] = []
+    theirs.lm_head.register_forward_hook(lambda module, given, made: logits.append(made[0]))
+
+    ours: Any = method.find("peagle")(target, trained(name), depths)
+    ours.objective = ours.objective_type(num_depths=depths, down_sample_ratio=1.0)
+    tokens = np.random.default_rng(0).integers(0, VOCAB - 1, 40)
+    batch = Online(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
+    plan = ours.plan(batch, depths, 0)
+    with torch.no_grad():
+        theirs(
+            hidden_states=batch.hidden(ours.hidden_layers)[:-1].flatten(1).unsqueeze(0),
+            input_ids=torch.from_numpy(tokens[1:]).unsqueeze(0),
+            document_ids=torch.zeros(1, 39, dtype=torch.int64),
+            loss_mask=torch.ones(1, 39),
+            verifier_last_hidden_states=batch.hidden([target.num_layers])[:-1].flatten(1).unsqueeze(0),
+            num_depths=depths,
+            down_sample_ratio=1.0,
+            loss_config=importlib.import_module("speculators.losses").resolve_loss_config("kl_div", "eager"),
+        )
+        anchor, depth = drawn[0]
+        place = {(int(a), int(d)): i for i, (a, d) in enumerate(zip(anchor, depth, strict=True))}
+        for d, (state, step) in enumerate(zip(ours.unrolled(batch, plan), plan.steps, strict=True)):
+            both = [(i, place[row, d]) for i, row in enumerate(step.rows.tolist()) if (row, d) in place]
+            assert len(both) > 30, d
+            wanted = ours.draft_logits(state)[[i for i, _ in both]]
+            gap = (wanted - logits[0][[i for _, i in both]]).abs().max()
+            assert gap < 1e-4 * max(1, wanted.abs().max()), (d, gap)
 
 
 @pytest.mark.parametrize("name", [*PACKAGED, "peagle", "peagle-qwen3-layer"])
