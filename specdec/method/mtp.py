@@ -154,6 +154,8 @@ class MTP(ChainDrafter):
         rows: Tensor | None = None,
         module: int = 0,
     ) -> tuple[Tensor, Tensor]:
+        if not len(hidden_ND):  # every document ended before this step; a layer of transformers takes no empty input
+            return hidden_ND, hidden_ND
         if self.architecture.zero_first_embedding:
             embedding_ND = embedding_ND * (position_N > 0).unsqueeze(1).to(embedding_ND.dtype)
         state = self.mtp[module](embedding_ND, hidden_ND, self.cos_sin(position_N), attend)
