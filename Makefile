@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 export HYDRA_FULL_ERROR ?= 0
 
-.PHONY: help demo drafter test lint prove bench gpu gpu-wheels
+.PHONY: help demo drafter drafters test lint prove bench gpu gpu-wheels
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -30,6 +30,36 @@ demo: $(VENV)/.done
 drafter: $(VENV)/.done
 	$(RUN) train/eagle.py model=llama out_dir=$(OUT)/drafter
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter out_dir=$(OUT)/eval
+
+## make drafters    a drafter of every family from the same data, 15 CPU-minutes each (hours in all; what is done stays done),
+##                  decoded and compared; DRAFTERS=directory
+FAMILIES := eagle3 peagle eagle mtp mlp draft_model pard
+SCRIPT_peagle := eagle
+SCRIPT_eagle3 := eagle
+DRAFTERS ?= outputs/drafters
+go_on = resume=$$(test -e $(1) && echo true || echo false)
+drafters: $(FAMILIES:%=$(DRAFTERS)/eval/%/summary.json) $(DRAFTERS)/eval/ngram/summary.json
+	$(RUN) eval/compare.py $(DRAFTERS)/eval/*/ --out $(DRAFTERS)
+
+# the target's hidden states are computed once, for all families
+$(DRAFTERS)/features/.done: $(VENV)/.done
+	$(RUN) train/extract.py model=llama out_dir=$(DRAFTERS)/features $(call go_on,$(DRAFTERS)/features/run.json)
+	touch $@
+
+$(FAMILIES:%=$(DRAFTERS)/%/summary.json): $(DRAFTERS)/%/summary.json: | $(DRAFTERS)/features/.done
+	$(RUN) train/$(or $(SCRIPT_$*),$*).py model=llama method=$* features.path=$(DRAFTERS)/features out_dir=$(DRAFTERS)/$* $(MORE_$*) \
+		$(call go_on,$(DRAFTERS)/$*/run.json)
+
+# PARD learns to fill in mask tokens on top of a draft model
+MORE_pard = checkpoint=$(DRAFTERS)/draft_model
+$(DRAFTERS)/pard/summary.json: | $(DRAFTERS)/draft_model/summary.json
+
+$(DRAFTERS)/eval/ngram/summary.json: | $(VENV)/.done
+	$(RUN) eval/run.py method=ngram limit=60 out_dir=$(DRAFTERS)/eval/ngram $(call go_on,$(DRAFTERS)/eval/ngram/run.json)
+
+$(FAMILIES:%=$(DRAFTERS)/eval/%/summary.json): $(DRAFTERS)/eval/%/summary.json: $(DRAFTERS)/%/summary.json
+	$(RUN) eval/run.py checkpoint=$(DRAFTERS)/$* method.num_speculative_tokens=3 limit=60 out_dir=$(DRAFTERS)/eval/$* \
+		$(call go_on,$(DRAFTERS)/eval/$*/run.json)
 
 ## make test        lint, types and tests
 test: $(VENV)/.done lint

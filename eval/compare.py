@@ -51,7 +51,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
             report.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
     short = report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
-    report.show(report.compare_table(labelled))
+    report.show(report.compare_table(labelled), report.category_table(labelled))
     out.mkdir(parents=True, exist_ok=True)
     report.show(f"plot: {report.plot_compare(labelled, out / 'compare.png')}")
 

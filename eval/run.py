@@ -4,7 +4,7 @@ was lost.
     python eval/run.py method=suffix
     python eval/run.py method=ngram method.num_speculative_tokens=8 sampling.temperature=0.8 rejection=match
     python eval/run.py -m method=ngram,suffix limit=24
-    python eval/run.py method=eagle3 checkpoint=outputs/eagle3_demo-llama-demo
+    python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo          # any drafter in a known format says its method
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
 Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
@@ -12,12 +12,13 @@ Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
 
-from specdec import config
+from specdec import checkpoint, config
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -129,8 +130,20 @@ def take_checkpoint(cfg: dict[str, Any]) -> None:
     if cfg["speculative_config"] is not None:
         raise ValueError("checkpoint= and speculative_config= say the same thing; put the directory into its key 'model'")
     if "model" not in cfg["method"]:
-        raise ValueError(f"checkpoint={cfg['checkpoint']}: method {cfg['method']['name']!r} takes none; say method=eagle3")
+        raise ValueError(f"checkpoint={cfg['checkpoint']}: method {cfg['method']['name']!r} takes none; leave method= out")
     cfg["method"]["model"] = str(cfg["checkpoint"])
+
+
+def its_method() -> list[str]:
+    """`method=` of the checkpoint on the command line, which says it itself where nobody else does."""
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    if "checkpoint" not in given or {"method", "speculative_config"} & set(given):
+        return []
+    try:
+        return [f"method={checkpoint.method_of(given['checkpoint'])}"]
+    except ValueError as error:
+        config.fail(error)
+        raise
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
@@ -139,5 +152,5 @@ def main(cfg: Any) -> None:
 
 
 if __name__ == "__main__":
-    config.check_command_line("eval")
+    config.check_command_line("eval", *its_method())
     main()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from pydantic import ConfigDict
 
-from specdec import method, rejection, sampling
+from specdec import checkpoint, method, rejection, sampling
 from specdec.core import Checked, Proposer, Request, SamplingParams, nearest
 from specdec.engine import Engine
 from specdec.rejection import Verifier
@@ -40,7 +40,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "disable_lookahead_block_hashes": (None, False),
     "use_local_argmax_reduction": (None, False),
     "use_heterogeneous_vocab": (None, False),
-    "parallel_drafting": (None, False),
     "num_speculative_tokens_per_batch_size": (None,),
     "enable_adaptive_verification": (None, False),
     "dspark_draft_topk": (None,),
@@ -49,13 +48,16 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "fly_entropy_threshold": (None, 0.3),
     "fly_entropy_top_k": (None, 3),
 }
-_NOT_BUILT_METHODS = ("mtp", "mlp_speculator", "mlp", "pard", "medusa", "dflash", "dspark", "ngram_gpu")
+_NOT_BUILT_METHODS = ("medusa", "dflash", "dspark", "ngram_gpu")
+_ALIASES = {"mlp_speculator": "mlp"}  # vLLM's name up to 0.32
+_PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}  # what a method is called here when it drafts in one pass
 
 
 class SpeculativeConfig(Checked):
     """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
 
-    A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts.
+    A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts; so is
+    `pard_token`, for a parallel draft model whose config.json lacks it.
     `shared_storage_path` and `include_output_tokens` of extract_hidden_states are settings of a connector in vLLM.
     """
 
@@ -76,6 +78,8 @@ class SpeculativeConfig(Checked):
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
     draft_sample_method: str | None = None
+    parallel_drafting: bool | None = None
+    pard_token: int | None = None
     draft_model_config: dict[str, Any] | None = None
     shared_storage_path: str | None = None
     include_output_tokens: bool | None = None
@@ -108,9 +112,12 @@ class SpeculativeConfig(Checked):
     @property
     def resolved_method(self) -> str:
         """The method, inferred from `model` as vLLM does when it is omitted."""
-        name = self.method
-        if name is None:
-            name = self._inferred_method()
+        name = self._inferred_method() if self.method is None else self.method
+        name = "mtp" if name.endswith("_mtp") else _ALIASES.get(name, name)
+        if self.parallel_drafting:
+            if name not in (*_PARALLEL, *_PARALLEL.values()):
+                raise ValueError(f"parallel_drafting=true is for {' and '.join(_PARALLEL)}, not for {name!r}; leave it out")
+            name = _PARALLEL.get(name, name)
         if name in _NOT_BUILT_METHODS:
             raise ValueError(f"method {name!r} is not built yet; built: {', '.join(method.names())}")
         if name not in method.names():
@@ -125,6 +132,8 @@ class SpeculativeConfig(Checked):
             return "ngram"
         if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", self.model) and not Path(self.model).exists():
             return "custom_class"
+        if any((Path(self.model).expanduser() / part / "config.json").exists() for part in ("", "best", "last")):
+            return checkpoint.method_of(self.model)
         for mark, name in (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):
             if mark in lower:
                 return name
@@ -136,6 +145,7 @@ class SpeculativeConfig(Checked):
         given = {key: value for key, value in self.model_dump().items() if value is not None}
         scheme = given.pop("rejection_sample_method")
         given.pop("method", None)
+        given.pop("parallel_drafting", None)
         if given.get("model") in ("ngram", "[ngram]"):  # vLLM's other spelling of method="ngram"
             given.pop("model")
         scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
@@ -168,8 +178,10 @@ class SpeculativeConfig(Checked):
 _MODEL_HINT = {
     "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
     "custom_class": "give the dotted path of your class, 'package.module.Class'",
-    "eagle": "give the directory of a drafter that train/eagle.py made (eval/run.py: checkpoint=DIR)",
-    "eagle3": "give the directory of a drafter that train/eagle.py made (eval/run.py: checkpoint=DIR)",
+    **{
+        name: f"give the directory of a drafter that train/{script}.py made (eval/run.py: checkpoint=DIR)"
+        for name, script in (("eagle", "eagle"), ("eagle3", "eagle"), ("peagle", "eagle"), ("mlp", "mlp"), ("pard", "pard"))
+    },
 }
 
 

@@ -295,37 +295,44 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
 
 
 def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
-    """One line per run."""
+    """One line per run. by position: share of drafts whose n-th token was accepted; draft: seconds of drafting over those of
+    verifying."""
     grid = Table(title="runs", title_justify="left", header_style="bold")
     grid.add_column("run", no_wrap=True)
-    for name in (
-        "method",
-        "K",
-        "rejection",
-        "lossless",
-        "mean acceptance length",
-        "tokens/step",
-        "tokens/s",
-        "speedup",
-        "model",
-        "efficiency",
-    ):
+    grid.add_column("method")
+    names = ("K", "mean acceptance length", "by position", "tokens/step", "tokens/s", "draft", "speedup", "model", "efficiency")
+    for name in (*names, "lossless"):
         grid.add_column(name, justify="right")
     for name, summary in runs.items():
         n = summary["overall"]
-        grid.add_row(
-            name,
-            summary["method"],
+        by_position = " ".join(f"{rate:.2f}" for rate in n["acceptance_rate_per_position"] or [])
+        draft_s, verify_s = n["draft_s_per_step"], n["verify_s_per_step"]
+        cells = (
             str(summary["num_speculative_tokens"]),
-            summary["rejection"],
-            summary["lossless_short"],
             _number(n["mean_acceptance_length"]),
+            by_position or "-",
             _number(n["tokens_per_step"]),
             _number(n["decode_tokens_per_s"], 1),
+            _number(draft_s / verify_s if draft_s is not None and verify_s else None),
             _number(n["speedup"], 2, "x"),
             _number(n["speedup_model"], 2, "x"),
             _number(n["efficiency"]),
         )
+        grid.add_row(name, summary["method"], *cells, summary["lossless_short"])
+    return grid
+
+
+def category_table(runs: dict[str, dict[str, Any]]) -> Table:
+    """Mean acceptance length and tokens per step of every category, a line per run."""
+    grid = Table(title="mean acceptance length | tokens/step", title_justify="left", header_style="bold")
+    grid.add_column("run", no_wrap=True)
+    names = list(dict.fromkeys(c for summary in runs.values() for c in summary["categories"]))
+    for name in names:
+        grid.add_column(name, justify="right", no_wrap=True)
+    for label, summary in runs.items():
+        own = [summary["categories"].get(name) for name in names]
+        keys = ("mean_acceptance_length", "tokens_per_step")
+        grid.add_row(label, *("-" if n is None else " | ".join(_number(n[key]) for key in keys) for n in own))
     return grid
 
 

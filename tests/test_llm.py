@@ -446,7 +446,7 @@ def test_a_directory_with_dots_is_no_dotted_path(tmp_path: Path, monkeypatch: py
     assert SpeculativeConfig(model="draft.v1").resolved_method == "draft_model"
 
 
-LATER = (*("mtp", "mlp_speculator", "mlp", "medusa", "dflash", "dspark", "pard", "ngram_gpu"),)
+LATER = ("medusa", "dflash", "dspark", "ngram_gpu")
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_methods_that_are_not_built(given: Any, name: str, target: CausalLM, one
     one_line(lambda: build(target, given), f"'{name}' is not built yet", "built: ")
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle"])
 def test_a_drafter_must_be_given(name: str, target: CausalLM, one_line: Any) -> None:
     given = {"method": name, "num_speculative_tokens": 3}
     one_line(lambda: build(target, given), f"method '{name}' needs model", "give the directory", "train/eagle.py")
@@ -477,6 +477,18 @@ def test_a_drafter_must_be_given(name: str, target: CausalLM, one_line: Any) -> 
 )
 def test_eagle_is_recognised_by_its_name(model: str, name: str) -> None:
     assert SpeculativeConfig(model=model, num_speculative_tokens=3).resolved_method == name
+
+
+def test_parallel_drafting_is_a_method_of_its_own(one_line: Any) -> None:
+    for given, name in (({"method": "draft_model"}, "pard"), ({"method": "eagle3"}, "peagle"), ({"method": "pard"}, "pard")):
+        assert SpeculativeConfig(**given, parallel_drafting=True).resolved_method == name
+        assert SpeculativeConfig(**given, parallel_drafting=False).resolved_method == given["method"]
+    one_line(lambda: SpeculativeConfig(method="mtp", parallel_drafting=True).resolved_method, "parallel_drafting", "'mtp'")
+
+
+def test_other_names_of_a_method() -> None:
+    for name, ours in (("mlp_speculator", "mlp"), ("deepseek_mtp", "mtp"), ("qwen3_next_mtp", "mtp")):
+        assert SpeculativeConfig(method=name).resolved_method == ours
 
 
 # Every key of vLLM's object whose feature is not built: what asks for it, and what does not.
@@ -495,7 +507,6 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "disable_lookahead_block_hashes": ([True], [False]),
     "use_local_argmax_reduction": ([True], [False]),
     "use_heterogeneous_vocab": ([True], [False]),
-    "parallel_drafting": ([True], [False]),
     "num_speculative_tokens_per_batch_size": ([[[1, 8, 3]]], [None]),
     "enable_adaptive_verification": ([True], [False]),
     "dspark_draft_topk": ([4], [None]),
@@ -505,7 +516,7 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "fly_entropy_top_k": ([5], [None]),
 }
 BUILT = {
-    "draft_model_config",
+    *("draft_model_config", "parallel_drafting"),
     *("method", "model", "num_speculative_tokens", "max_model_len", "revision"),
     *("prompt_lookup_max", "prompt_lookup_min"),
     *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
@@ -526,7 +537,7 @@ def test_a_key_that_is_not_built_is_never_ignored(key: str, target: CausalLM, on
 
 
 def test_every_key_of_vllm_is_known() -> None:
-    ours = {"prompt_lookup_latest", "shared_storage_path", "include_output_tokens"}
+    ours = {"prompt_lookup_latest", "shared_storage_path", "include_output_tokens", "pard_token"}
     known = {*SpeculativeConfig.model_fields, *SpeculativeConfig.aliases}
     assert known - ours == BUILT | set(NOT_BUILT) | {"tensor_parallel_size"}
 

@@ -84,3 +84,20 @@ def write(
         f"format={engine}: {engine} has no {checkpoint.method} drafters; "
         f"{checkpoint.method} can be written for {', '.join(['native', *can])}"
     )
+
+
+def method_of(path: str | Path, revision: str | None = None) -> str:
+    """The method that decodes with what is in a directory: of a drafter in any known format, or `draft_model` or `pard` of a
+    causal LM."""
+    from specdec.checkpoint import causal_lm, foreign, mtp, native, raw_eagle
+
+    directory = native.find(path, revision)
+    config = foreign.read_config(directory)
+    if config.get("format") == native.FORMAT:
+        return str(config.get("method"))
+    names = set(foreign.shapes_of(directory))
+    if mtp.recognises(config, names):
+        return "mtp"
+    if any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or []) and not raw_eagle.drafts(names):
+        return "draft_model" if causal_lm.mask_token(config) is None else "pard"
+    return str(format_of(directory, config).read(directory, config).method)
