@@ -1047,6 +1047,7 @@ def test_lint_alone(share: Cli, tmp_path: Path) -> None:
     assert done.code == 1
     assert "norm.weight" in done.out
     assert "writes nothing" in share("lint=good", "out=x").error
+    assert "nowhere" in share("lint=nowhere").error
     assert "fc.weight" not in share("lint=good", "target=tiny-llama").out
 
 

@@ -34,7 +34,9 @@ def run(cfg: dict[str, Any]) -> None:
         for key in ("checkpoint", "out", "push", "eval"):
             if cfg[key] is not None:
                 raise ValueError(f"lint={cfg['lint']} writes nothing; leave {key}= out")
-        if not linted(Path(cfg["lint"]), cfg["target"]):
+        from specdec.checkpoint import native
+
+        if not linted(native.find(cfg["lint"], cfg["revision"]), cfg["target"]):
             sys.exit(1)
         return
     for key in ("checkpoint", "out"):
