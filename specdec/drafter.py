@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from specdec import linear
+from specdec import checkpoint, linear
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request
@@ -130,7 +130,7 @@ class Drafter(Learner):
         """The checkpoint of that name, in whatever format it is."""
         if name is None:
             raise ValueError(f"method {cls.name!r} needs model; give the directory of a drafter (eval/run.py: checkpoint=DIR)")
-        return native.load(name, revision)
+        return checkpoint.load(name, revision)
 
     def _check_vocabulary(self, name: str) -> None:
         """Each draft id must be another token of the target: a law that loses mass is not lossless."""
@@ -280,7 +280,13 @@ class Drafter(Learner):
             own = drafter.own_heads()
             if init.lm_head == "target":
                 for head in own:
-                    head.weight.copy_(target.head_rows(drafter.vocab_ids)[0])
+                    rows = target.head_rows(drafter.vocab_ids)[0]
+                    if head.weight.shape != rows.shape:
+                        raise ValueError(
+                            f"train.init.lm_head=target copies rows {rows.shape[1]} wide, and this drafter's output layer is "
+                            f"{head.weight.shape[1]} wide; give train.init.lm_head=random"
+                        )
+                    head.weight.copy_(rows)
             if init.lm_head == "target" or not own:
                 drafter.adopt(target)
         return drafter.exported()

@@ -7,19 +7,32 @@ The helpers are those of test_eagle.py and test_train.py, where the same is aske
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from test_cli import OFFLINE, call, ended, rows_of
 from test_eagle import REDUCED, SAMPLES, VOCAB, InWords, close, decode, gradients, loaded, plain, prompts, sample, statistics
+from test_train import TRAIN, conversations, same, same_rows, state_of, stop_at, train
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Qwen3NextConfig
 
-from specdec import rejection
+from specdec import hub, method, rejection
+from specdec.checkpoint import mtp as shipped
+from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Request, SamplingParams
 from specdec.drafter import Init
@@ -167,16 +180,15 @@ def watched(proposer: Any) -> list[Asked]:
     return asked
 
 
-def hold_to_training(variant: str, lengths: tuple[int, ...], max_tokens: int = 14) -> list[Asked]:
+def hold_to_training(trained: Any, num_draft: int, lengths: tuple[int, ...], max_tokens: int = 14) -> list[Asked]:
     """Every draft of a decoding in a batch, against the unrolled steps over (committed tokens, draft) as a document: the row
     before the last committed token is at step k where draft k is made. States that no row may read are noise.
 
     A verifier that accepts by lot makes drafts of every length stand and fall, whatever the drafter is worth."""
-    trained, own = learner(variant), VARIANTS[variant]
-    proposer = own.kind(loaded(own.target), trained.exported(), own.num_draft)
-    asked, rates = watched(proposer), [0.8, 0.62, 0.45, 0.3][: own.num_draft]
-    verifier = rejection.build("synthetic", own.num_draft, synthetic_acceptance_rates=rates)
-    engine = Engine(loaded(own.target), proposer, verifier, max_batch_size=3, prefill_chunk_size=64)
+    proposer = type(trained)(trained.target, trained.exported(), num_draft)
+    asked, rates = watched(proposer), [0.8, 0.62, 0.45, 0.3][:num_draft]
+    verifier = rejection.build("synthetic", num_draft, synthetic_acceptance_rates=rates)
+    engine = Engine(trained.target, proposer, verifier, max_batch_size=3, prefill_chunk_size=64)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     requests = [Request(str(i), prompt, params, seed=i) for i, prompt in enumerate(prompts(*lengths))]
     assert len(list(engine.run(requests))) == len(lengths)
@@ -203,7 +215,7 @@ def hold_to_training(variant: str, lengths: tuple[int, ...], max_tokens: int = 1
                 close(one.states[k], state_D, 1e-4, f"state of step {k} after {len(one.tokens)} tokens")
                 close(one.logits[k], logits_V, 1e-4, f"logits of step {k} after {len(one.tokens)} tokens")
             compared += len(here)
-    assert compared > 2 * len(asked) or own.num_draft < 4
+    assert compared > 2 * len(asked) or num_draft < 4
     return asked
 
 
@@ -222,7 +234,7 @@ def accepted_in(asked: list[Asked]) -> set[int]:
 def test_what_is_trained_is_what_drafts(variant: str) -> None:
     """Rows join and leave; drafts of all lengths are made, stand and fall."""
     num_draft = VARIANTS[variant].num_draft
-    asked = hold_to_training(variant, (3, 70, 20, 1, 2, 9, 33))
+    asked = hold_to_training(learner(variant), num_draft, (3, 70, 20, 1, 2, 9, 33))
     assert {len(one.drafted) for one in asked} == set(range(1, num_draft + 1))
     assert accepted_in(asked) == set(range(num_draft + 1))
 
@@ -232,7 +244,7 @@ def test_drafts_go_on_from_a_long_prompt(variant: str, monkeypatch: pytest.Monke
     """The pairs of a prompt come in pieces: of 16 here, so that prompts end before, at and behind their borders."""
     for module in ("specdec.chain", "specdec.method.mtp"):
         monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 16)
-    hold_to_training(variant, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
+    hold_to_training(learner(variant), VARIANTS[variant].num_draft, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
 
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle-2-layers-reduced", "mtp-4-qwen3"])
@@ -396,17 +408,20 @@ def test_what_a_pass_of_peagle_is_fed() -> None:
 class ModuleInWords:
     """MTP: eh_proj(cat[enorm(embedding), hnorm(h)]), transformers' own decoder layer with eager attention, norm."""
 
-    def __init__(self, target: CausalLM, tensors: dict[str, Tensor], i: int) -> None:
-        self.target = target
-        self.weights = {name.removeprefix(f"mtp.{i}."): x for name, x in tensors.items() if name.startswith(f"mtp.{i}.")}
+    def __init__(self, target: CausalLM, weights: dict[str, Tensor], layer: Any, kind: str = "full_attention") -> None:
+        self.target, self.weights, self.layer, self.kind = target, weights, layer, kind
+
+    @classmethod
+    def of(cls, target: CausalLM, tensors: dict[str, Tensor], i: int) -> ModuleInWords:
+        """Module i of a checkpoint of ours."""
+        weights = {name.removeprefix(f"mtp.{i}."): x for name, x in tensors.items() if name.startswith(f"mtp.{i}.")}
         config = copy.deepcopy(target.config)
         config._attn_implementation, config.attn_logit_softcapping = "eager", None
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * target.num_layers
         last = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=target.num_layers - 1)
-        self.kind = kinds[last]
-        self.layer = type(target.model.get_decoder().layers[last])(config, last).eval()
-        block = {name.removeprefix("block."): x for name, x in self.weights.items() if name.startswith("block.")}
-        self.layer.load_state_dict(block)
+        layer = type(target.model.get_decoder().layers[last])(config, last).eval()
+        layer.load_state_dict({name.removeprefix("block."): x for name, x in weights.items() if name.startswith("block.")})
+        return cls(target, weights, layer, kinds[last])
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         gemma = self.target.config.model_type.startswith(("gemma", "qwen3_next"))
@@ -423,11 +438,12 @@ class ModuleInWords:
         return self.norm((out[0] if isinstance(out, tuple) else out)[0], self.weights["norm.weight"])
 
 
-def mtp_states(made: Checkpoint, target: CausalLM, token_N: Tensor, last_ND: Tensor, row: int, steps: int) -> list[Tensor]:
+def mtp_states(
+    config: dict[str, Any], modules: list[ModuleInWords], token_N: Tensor, last_ND: Tensor, row: int, steps: int
+) -> list[Tensor]:
     """[D] at one row of one document, for every step. One module goes on behind the row with what it said itself; of several,
     each runs over all rows up to it."""
-    config, num_modules = made.config, made.config["num_modules"]
-    modules = [ModuleInWords(target, made.tensors, i) for i in range(num_modules)]
+    num_modules, target = len(modules), modules[0].target
     if config["last_hidden_kind"] == "post_norm":
         last_ND = modules[0].norm(last_ND, target.final_norm.weight)
     embedding, target_last = target.embedding(token_N[1 : row + 2]), last_ND[: row + 1]
@@ -452,12 +468,13 @@ def mtp_states(made: Checkpoint, target: CausalLM, token_N: Tensor, last_ND: Ten
 @pytest.mark.parametrize("variant", OF[MTP])
 def test_an_mtp_module_is_its_formula(variant: str) -> None:
     made, trained, own = grown(variant), drafter(variant), VARIANTS[variant]
+    modules = [ModuleInWords.of(trained.target, made.tensors, i) for i in range(made.config["num_modules"])]
     batch = features(trained, [SAMPLES[1], SAMPLES[0]])
     with torch.no_grad():
         plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), own.num_draft)
         states = trained.unrolled(batch, plan)
         for row in (0, 1, 30):  # of the second document
-            want = mtp_states(made, trained.target, batch.token_N[17:], batch.hidden_NTD[17:, -1], row, own.num_draft)
+            want = mtp_states(made.config, modules, batch.token_N[17:], batch.hidden_NTD[17:, -1], row, own.num_draft)
             for k, (step, state) in enumerate(zip(plan.steps, states, strict=True)):
                 got = state[step.rows.tolist().index(17 + row)]
                 close(got, want[k], 1e-4, f"row {row}, step {k}")
@@ -640,3 +657,412 @@ def test_mask_hidden_begins_as_what_is_usual() -> None:
     close(trained.mask_hidden, grown("peagle").tensors["mask_hidden"], 1e-6)
     trained.for_training(Depths(), Init(), taps)
     close(trained.mask_hidden.flatten(), taps.flatten(1).mean(0), 1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- training
+
+RUN = [sample(f"s{i}", 10 + 5 * (i % 6), [(4 + i % 3, 40)]) for i in range(14)]
+
+
+def fitted(out_dir: Path, trained: Any, **more: Any) -> Any:
+    return train(out_dir, drafter=trained, source=Online(trained.target, trained.hidden_layers, 1 << 28), samples=RUN, **more)
+
+
+@pytest.mark.parametrize("variant", FEW)
+def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> None:
+    """20 steps are 10 and 10: loss, learning rate, weights, moments. The target is bit for bit what it was, and what was saved
+    drafts as what was trained."""
+    own, how = VARIANTS[variant], {"max_steps": 20, "warmup_ratio": 0.2}
+    more = {"down_sample_ratio": 0.6} if own.kind is PEagle else {}
+    target = loaded(own.target)
+    before = {name: x.clone() for name, x in target.model.state_dict().items()} | {"head": target.head_rows()[0].clone()}
+    straight = fitted(tmp_path / "straight", learner(variant, **more), **how)
+    trained = learner(variant, **more)
+    first = fitted(tmp_path / "parts", trained, more={"advance": stop_at(10, signal.SIGTERM)}, **how)
+    assert (first.result["interrupted"], first.result["step"]) == (True, 10)
+    trained = learner(variant, **more)
+    second = fitted(tmp_path / "parts", trained, more={"resume": True}, **how)
+    same(second.weights, straight.weights, 1e-7)
+    same(state_of(tmp_path / "parts" / "last"), state_of(tmp_path / "straight" / "last"), 1e-7)
+    same_rows(first.rows + second.rows, straight.rows)
+    assert straight.rows[-1]["loss"] < straight.rows[0]["loss"]
+    after = target.model.state_dict() | {"head": target.head_rows()[0]}
+    assert all(torch.equal(x, after[name]) for name, x in before.items())
+
+    drafted = []
+    for model in (trained.exported(), str(tmp_path / "parts" / "last")):
+        proposer = own.kind(target, model, own.num_draft)
+        asked = watched(proposer)
+        decode(target, proposer, prompts(20, 7), 8)
+        drafted.append([one.drafted for one in asked])
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("variant", FEW)
+def test_micro_batches_do_not_matter(variant: str, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"max_steps": 2, "global_batch_size": 8, "lr": 1e-4}
+    more = {"down_sample_ratio": 0.6} if VARIANTS[variant].kind is PEagle else {}
+    whole = fitted(tmp_path / "8", learner(variant, **more), micro_batch_size=8, **how)
+    parts = fitted(tmp_path / "3", learner(variant, **more), micro_batch_size=3, **how)
+    same(parts.weights, whole.weights)
+    same_rows(parts.rows, whole.rows)
+
+
+WORKER = """
+import json, runpy, sys
+for script, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Every family, under torchrun: metrics and weights are those of one process at the same global batch."""
+    path = conversations(tmp_path / "tiny.jsonl")
+    common = [
+        "model=tiny", "model.dtype=float32", "model.device=cpu", "data=jsonl", f"data.path={path}", "data.held_out=2",
+        "train.max_steps=4", "train.global_batch_size=4", "train.micro_batch_size=1", "train.mixed_precision=no",
+        "train.log_every=1", "train.eval_every=4", "train.save_every=4", "eval.num_prompts=1", "eval.max_tokens=6",
+    ]  # fmt: skip
+    jobs = {
+        "mlp": ["mlp", "train.drafter.draft_vocab_size=100"],
+        "mtp": ["mtp", "train.drafter.draft_vocab_size=null", "train.drafter.num_modules=2", "method.num_speculative_tokens=2"],
+        "peagle": ["eagle", "method=peagle", "train.drafter.draft_vocab_size=100", "train.drafter.num_hidden_layers=2"],
+    }
+    (tmp_path / "worker.py").write_text(WORKER)
+    asked = [
+        [str(TRAIN / f"{script}.py"), *more, *common, f"out_dir={tmp_path / name}-2", *sharding]
+        for (name, (script, *more)), sharding in zip(jobs.items(), ([], [], ["train.sharding=fsdp"]), strict=True)
+    ]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
+        json.dumps(asked),
+    ]  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = ended(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"}, **pipes))
+    assert done.code == 0, done.err
+    for name, (script, *more) in jobs.items():
+        alone = call(script, *more, *common, f"out_dir={tmp_path / name}", cwd=tmp_path, folder=TRAIN)
+        assert alone.code == 0, alone.err
+        same_rows(rows_of(tmp_path / f"{name}-2" / "metrics.jsonl"), rows_of(tmp_path / name / "metrics.jsonl"))
+        same(state_of(tmp_path / f"{name}-2" / "last"), state_of(tmp_path / name / "last"))
+        assert native.load(tmp_path / name).method == name
+
+
+# ------------------------------------------------------------------------- modules that a target ships
+
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512, "initializer_range": 0.3,
+    "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
+}  # fmt: skip
+MLA = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "q_lora_rank": None,
+}  # fmt: skip
+NEXT = {
+    "num_key_value_heads": 2, "head_dim": 16, "shared_expert_intermediate_size": 16, "num_experts": 4,
+    "layer_types": ["full_attention"] * 3,
+}  # fmt: skip
+SHIPPED: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "deepseek-moe": (DeepseekV3Config, MLA, 1),
+    "deepseek-2-dense-q-lora": (DeepseekV3Config, MLA | {"first_k_dense_replace": 9, "q_lora_rank": 16}, 2),
+    "deepseek-2-moe": (DeepseekV3Config, MLA, 2),
+    "qwen3-next-moe": (Qwen3NextConfig, NEXT, 1),
+    "qwen3-next-dense": (Qwen3NextConfig, NEXT | {"num_experts": 0}, 1),
+}
+
+
+@cache
+def made_once(name: str, root: Path) -> Path:
+    """A random target of the published architecture, and modules with random weights under the published names beside it: the
+    layer of a module is named as the target's last one, which transformers writes."""
+    directory, (kind, shape, count) = root / name, SHIPPED[name]
+    own = kind(**SMALL, **shape, num_nextn_predict_layers=count)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(own, dtype=torch.float32).save_pretrained(directory)
+    tensors, noise = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(7)
+    layer, qwen = "model.layers.2.", kind is Qwen3NextConfig
+    norm = 0.0 if qwen else 1.0
+
+    def near(like: Tensor, middle: float, width: float) -> Tensor:
+        return middle + width * torch.randn(like.shape, generator=noise)
+
+    more: dict[str, Tensor] = {}
+    for i in range(count):
+        prefix = "mtp.layers.0." if qwen else f"model.layers.{3 + i}."
+        for key in [key for key in tensors if key.startswith(layer)]:
+            own_norm = key.endswith("norm.weight")
+            more[prefix + key.removeprefix(layer)] = near(tensors[key], norm if own_norm else 0, 0.15 if own_norm else 0.3)
+        width = tensors["model.norm.weight"]
+        both = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+        if qwen:
+            prefix, both = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+        for key in both[:3]:
+            more[f"{prefix}{key}.weight"] = near(width, norm, 0.15)
+        more[f"{prefix}{both[3]}.weight"] = near(torch.empty(32, 64), 0, 0.2)
+        if not qwen:
+            more[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            more[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | more, directory / "model.safetensors", {"format": "pt"})
+    for path in hub.tiny().glob("*token*"):
+        shutil.copyfile(path, directory / path.name)
+    for path in hub.tiny().glob("*.jinja"):
+        shutil.copyfile(path, directory / path.name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ships(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("ships")
+    return lambda name: made_once(name, root)
+
+
+@cache
+def target_at(directory: Path) -> CausalLM:
+    return CausalLM(directory, "float32", "cpu")
+
+
+def by_transformers(directory: Path, scratch: Path, count: int) -> list[Any]:
+    """The modules' layers, loaded by transformers: in a copy of the directory they are the target's last ones."""
+    config, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    config["num_hidden_layers"] += count
+    if "layer_types" in config:
+        config["layer_types"] += ["full_attention"] * count
+    for key in list(tensors):
+        if key.startswith("mtp.layers.0."):
+            tensors[key.replace("mtp.layers.0.", "model.layers.3.")] = tensors.pop(key)
+    save_file(tensors, scratch / "model.safetensors", {"format": "pt"})
+    (scratch / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, attn_implementation="eager").eval()
+    return list(model.model.layers[3:])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
+    """Without a model. Output is plain decoding's and Hugging Face's; states are those of the formula around the layer that
+    transformers makes of the published tensors; what is trained is what drafts."""
+    directory, count = ships(name), SHIPPED[name][2]
+    target, lengths, qwen = target_at(directory), (3, 40, 20, 2, 9), name.startswith("qwen")
+    num_draft = count if count > 1 else 3
+    proposer = method.build("mtp", target, num_speculative_tokens=num_draft)
+    asked = watched(proposer)
+    output = decode(target, proposer, prompts(*lengths))
+    assert output == decode(target, method.build("none", target), prompts(*lengths))
+    assert {len(one.drafted) for one in asked} == set(range(num_draft + 1))
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    for prompt, said in zip(prompts(*lengths), output, strict=True):
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "max_new_tokens": 14, "min_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+        assert theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist() == said
+
+    tensors, modules = load_file(directory / "model.safetensors"), []
+    for i, layer in enumerate(by_transformers(directory, tmp_path, count)):
+        prefix, keys = f"model.layers.{3 + i}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        if qwen:
+            prefix, keys = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        ours = zip(("enorm", "hnorm", "eh_proj", "norm"), keys, strict=True)
+        modules.append(ModuleInWords(target, {f"{o}.weight": tensors[f"{prefix}{k}.weight"] for o, k in ours}, layer))
+    config = {"last_hidden_kind": "post_norm", "hidden_feedback": "own", "zero_first_embedding": not qwen}
+    trained = MTP(target, None, 1)
+    assert {key: trained.config[key] for key in config} == config
+    batch = features(trained, [SAMPLES[0]])
+    with torch.no_grad():
+        plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), num_draft)
+        states = trained.unrolled(batch, plan)
+        for row in (0, 30):
+            want = mtp_states(config, modules, batch.token_N, batch.hidden_NTD[:, -1], row, num_draft)
+            for k, (step, state) in enumerate(zip(plan.steps, states, strict=True)):
+                close(state[step.rows.tolist().index(row)], want[k], 1e-4, f"row {row}, step {k}")
+    trained.for_training(MTP.objective_type(), FROZEN)
+    hold_to_training(trained, num_draft, (3, 40, 20, 2, 9))
+
+
+def merged(checkpoint: Checkpoint, directory: Path, target: CausalLM) -> dict[str, Tensor]:
+    """All tensors of the directory that is written."""
+    directory.mkdir()
+    shipped.write(checkpoint, directory, "vllm", target)
+    found: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    return found
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_tuned_modules_go_back_into_their_target(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
+    """Untouched ones come back byte for byte, tuned ones under the same names; the directory is still the target."""
+    directory, count = ships(name), SHIPPED[name][2]
+    target, before = target_at(directory), load_file(directory / "model.safetensors")
+    copies = {key for key in before if key.endswith(("shared_head.head.weight", "layers.3.embed_tokens.weight"))}
+    copies |= {key for key in before if key.endswith("layers.4.embed_tokens.weight")}
+    untouched = merged(shipped.read(directory), tmp_path / "same", target)
+    assert untouched.keys() == before.keys() - copies, "what engines share with the target is left out"
+    for key, tensor in untouched.items():
+        assert tensor.dtype == before[key].dtype
+        assert tensor.numpy().tobytes() == before[key].numpy().tobytes(), key
+
+    trained = MTP(target, str(directory), 1)
+    trained.for_training(MTP.objective_type(), FROZEN, warm=True)
+    done = fitted(tmp_path / "run", trained, max_steps=3, lr=1e-2)
+    assert done.rows[-1]["loss"] < done.rows[0]["loss"]
+    saved = native.load(tmp_path / "run" / "last")
+    tuned = merged(saved, tmp_path / "tuned", target)
+    assert tuned.keys() == untouched.keys()
+    ours = {key for key in tuned if key.startswith(("mtp.", "model.layers.3.", "model.layers.4."))}
+    assert all(torch.equal(tuned[key], before[key]) for key in tuned.keys() - ours)
+    changed = {key for key in ours if not torch.equal(tuned[key], before[key])}
+    assert ours - changed <= {key for key in ours if "e_score_correction_bias" in key or ".mlp.experts." in key}
+    again = shipped.read(tmp_path / "tuned")
+    assert again.config == shipped.read(directory).config
+    assert saved.tensors is not None
+    assert again.tensors is not None
+    assert again.tensors.keys() == saved.tensors.keys()
+    assert all(torch.equal(again.tensors[key], tensor) for key, tensor in saved.tensors.items())
+    assert AutoConfig.from_pretrained(tmp_path / "tuned").num_nextn_predict_layers == count
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32, output_loading_info=True)
+    assert not told["missing_keys"]
+    ids = torch.tensor(prompts(12))
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert torch.equal(model(ids).logits, theirs(ids).logits)
+    other = CausalLM(tmp_path / "tuned", "float32", "cpu")
+    proposer = method.build("mtp", other, num_speculative_tokens=1)
+    assert decode(other, proposer, prompts(9), 6) == decode(target, method.build("none", target), prompts(9), 6)
+
+
+def test_a_targets_modules_are_tuned_by_the_script(ships: Callable[[str], Path], tmp_path: Path) -> None:
+    """train/mtp.py with checkpoint= the target's directory; in the published recipe's words."""
+    directory = ships("deepseek-moe")
+    how = [
+        f"model.path={directory}", f"checkpoint={directory}", "train=mtp", "train.drafter.zero_first_embedding=true",
+        "model.dtype=float32", "model.device=cpu", "data=jsonl", f"data.path={conversations(tmp_path / 'tiny.jsonl')}",
+        "data.held_out=2", "train.num_epochs=null", "train.max_steps=2", "train.global_batch_size=2", "train.mixed_precision=no",
+        "train.eval_every=2", "eval.num_prompts=1", "eval.max_tokens=6",
+    ]  # fmt: skip
+    done = call("mtp", *how, f"out_dir={tmp_path / 'run'}", cwd=tmp_path, folder=TRAIN)
+    assert done.code == 0, done.err
+    tuned = native.load(tmp_path / "run")
+    assert tuned.config == shipped.read(directory).config
+    assert merged(tuned, tmp_path / "merged", target_at(directory))
+    refused = call("mtp", *how[:3], *how[4:], f"out_dir={tmp_path / 'other'}", cwd=tmp_path, folder=TRAIN)
+    assert refused.code == 1
+    assert "train.drafter.zero_first_embedding" in refused.err
+
+
+def changed(source: Path, directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """A copy of a target whose tensors are others."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:
+    tensors[new] = tensors.pop(old)
+
+
+def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tmp_path: Path) -> None:
+    """Dropped by transformers, one of two missing, one key renamed, an embedding that was trained."""
+    whole, two, qwen = ships("deepseek-moe"), ships("deepseek-2-moe"), ships("qwen3-next-moe")
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "dropped")
+    target = CausalLM(tmp_path / "dropped", "float32", "cpu")
+    one_line(lambda: method.build("mtp", target, num_speculative_tokens=1), "dropped", "speaks of 1", "they were dropped")
+
+    key = "model.layers.3.self_attn.o_proj.weight"
+    cases: dict[str, tuple[Path, Callable[[dict[str, Tensor]], Any], tuple[str, ...]]] = {
+        "renamed": (whole, lambda x: renamed(x, key, key.replace("o_proj", "out_proj")), ("self_attn.out_proj.weight",)),
+        "lacks": (whole, lambda x: x.pop(key), ("lack", "self_attn.o_proj.weight")),
+        "renamed-norm": (qwen, lambda x: renamed(x, "mtp.norm.weight", "mtp.norms.weight"), ("norms.weight",)),
+        "expert": (whole, lambda x: x.pop("model.layers.3.mlp.experts.2.up_proj.weight"), ("experts", "3 up")),
+        "one": (two, lambda x: renamed(x, "model.layers.4.enorm.weight", "model.layers.4.norm_e.weight"), ("2", "1 can be")),
+        "embedding": (whole, lambda x: x["model.layers.3.embed_tokens.weight"].add_(0.1), ("embed_tokens", "not the target's")),
+        "shape": (whole, lambda x: x.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 32)}), ("eh_proj", "[32, 32]")),
+    }
+    for name, (source, change, words) in cases.items():
+        directory = changed(source, tmp_path / name, change)
+        one_line(lambda source=source, directory=directory: MTP(target_at(source), str(directory), 1), str(directory), *words)
+    cut = (whole / "model.safetensors").read_bytes()[:-100]
+    directory = changed(whole, tmp_path / "cut", lambda x: None)
+    (directory / "model.safetensors").write_bytes(cut)
+    one_line(lambda: MTP(target_at(whole), str(directory), 1), str(directory), "cannot be read")
+
+
+def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path], tmp_path: Path) -> None:
+    """DeepSeek's shared_head.head, where it was trained: its logits are its own, and it goes back under its name."""
+    source, key = ships("deepseek-moe"), "model.layers.3.shared_head.head.weight"
+    directory = changed(source, tmp_path / "own", lambda x: x[key].add_(torch.randn(320, 32) * 0.3))
+    target, own = target_at(directory), load_file(directory / "model.safetensors")[key]
+    proposer = MTP(target, None, 3)
+    assert proposer.config["own_lm_head"]
+    state = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        close(proposer.draft_logits(state), state @ own.t(), 1e-5)
+    written = merged(proposer.exported(), tmp_path / "again", target)
+    assert torch.equal(written[key], own)
+    assert not MTP(target_at(source), None, 3).config["own_lm_head"]
+    both = changed(ships("deepseek-2-moe"), tmp_path / "both", lambda x: x[key].add_(0.1))
+    one_line(lambda: MTP(target_at(both), None, 2), str(both), "output layers of their own", "one at a time")
+
+
+# --------------------------------------------------------------------------------------------- mistakes
+
+
+def test_drafters_that_cannot_be_are_one_line() -> None:
+    target = loaded()
+    narrow = {"inner_dim": 48}
+    one_line(lambda: MLP.fresh(target, narrow, FROZEN), "inner_dim=48", "output layer", "train_lm_head=true")
+    one_line(lambda: MLP.fresh(target, narrow, Init()), "48 wide", "64 wide", "lm_head=random")
+    one_line(lambda: MLP.fresh(target, narrow | {"own_embedding": False}, Init(lm_head="random")), "own_embedding", "48", "64")
+    one_line(lambda: PEagle.fresh(target, {"mask_token_id": 320}, Init()), "mask_token_id=320", "0..319")
+    one_line(lambda: PEagle.fresh(target, {"mask_token_id": -1}, Init()), "mask_token_id=-1")
+    one_line(lambda: MTP.fresh(target, {"num_module": 2}, Init()), "train.drafter key", "did you mean 'num_modules'")
+    one_line(lambda: MLP.fresh(target, {"n_heads": 2}, Init()), "train.drafter key 'n_heads'")
+    one_line(lambda: PEagle.objective_type(num_depth=2), "train.objective key", "did you mean 'num_depths'")
+    one_line(lambda: MTP.objective_type(ttt_step=2), "did you mean 'ttt_steps'")
+    one_line(lambda: MLP.objective_type(ttt_steps=2), "unknown train.objective key 'ttt_steps'")
+    one_line(lambda: PEagle.objective_type(down_sample_ratio=1.5), "down_sample_ratio=1.5")
+    one_line(lambda: MLP.fresh(target, {"n_predict": 0}, Init()), "n_predict=0")
+    one_line(lambda: MTP.fresh(target, {"last_hidden_kind": "post"}, Init()), "last_hidden_kind='post'", "post_norm")
+
+
+@pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp-2"])
+def test_checkpoints_that_do_not_fit_are_one_line(variant: str, tmp_path: Path) -> None:
+    own, made, target = VARIANTS[variant], grown(variant), loaded()
+    if own.kind is not PEagle:
+        more = {MLP: "n_predict=3", MTP: "each of 2 tokens"}[own.kind]
+        one_line(lambda: drafter(variant, own.num_draft + 1), f"num_speculative_tokens={own.num_draft + 1}", more)
+    one_line(lambda: own.kind(loaded("tiny-gemma2"), made, 1), "tiny (", "tiny-gemma2", "gemma2")
+    other = {MLP: PEagle, PEagle: MTP, MTP: MLP}[own.kind]
+    one_line(lambda: other(target, made, 1), f"method {own.kind.name!r}", f"not {other.name!r}")
+    native.save(tmp_path, made, {}, "")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    one_line(lambda: own.kind(target, str(tmp_path), 1), str(tmp_path), "model.safetensors cannot be read")
+    tensors = dict(made.tensors)
+    key = sorted(tensors)[0]
+    tensors[f"{key}s"] = tensors.pop(key)
+    one_line(lambda: own.kind(target, replace(made, tensors=tensors), 1), f"{key}s", f"did you mean {key!r}")
+    if own.kind is not MTP:
+        one_line(lambda: own.kind(target, None, 1), "needs model")
+    else:
+        one_line(lambda: own.kind(target, None, 1), "it ships none", "train/mtp.py")
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "value", "words"),
+    [
+        ("peagle", "mask_token_id", 999, ("mask_token_id=999", "0..319")),
+        ("peagle", "mask_token_id", None, ("mask_token_id=None",)),
+        ("mlp-targets-embedding", "inner_dim", 48, ("inner_dim=48", "own_embedding=false")),
+        ("mtp-2", "num_modules", 3, ("lack", "mtp.2.")),
+        ("mtp-2", "num_modules", 1, ("unknown tensor 'mtp.1.",)),
+    ],
+)
+def test_configs_that_were_altered_are_one_line(variant: str, key: str, value: Any, words: tuple[str, ...]) -> None:
+    made = copy.deepcopy(grown(variant))
+    made.config[key] = value
+    one_line(lambda: VARIANTS[variant].kind(loaded(), made, 1), *words)

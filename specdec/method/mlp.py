@@ -88,9 +88,9 @@ class MLP(Drafter):
 
     def build(self, config: dict[str, Any]) -> None:
         given = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
-        assert given.inner_dim is not None
         self.hidden_layers = (self.target.num_layers,)
-        self.num_heads, inner, self.scale_input = given.n_predict, given.inner_dim, given.scale_input
+        self.inner_dim = inner = int(self.resolved(self.target, given.model_dump())["inner_dim"])
+        self.num_heads, self.scale_input = given.n_predict, given.scale_input
         if inner != self.target.hidden_size and not config.get("own_lm_head"):
             raise ValueError(
                 f"inner_dim={inner} does not fit the target's output layer ({self.target.hidden_size} wide); "
@@ -112,8 +112,7 @@ class MLP(Drafter):
         self.std = inner**-0.5
 
     def make_head(self, num_draft_vocab: int) -> None:
-        inner = self.config["inner_dim"]
-        self.head.extend(nn.Linear(inner, num_draft_vocab, bias=False) for _ in range(len(self.ln)))
+        self.head.extend(nn.Linear(self.inner_dim, num_draft_vocab, bias=False) for _ in range(len(self.ln)))
 
     def own_heads(self) -> list[Any]:
         return list(self.head)

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.chain import PREFILL_CHUNK, Attend, ChainDrafter
+from specdec.checkpoint import foreign, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request
@@ -110,8 +111,10 @@ class MTP(ChainDrafter):
 
     @classmethod
     def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
-        """Without a name, the modules that the target ships."""
-        return native_modules.read(target.path) if name is None else super().opened(target, name, revision)
+        """Without a name, the modules that the target ships; a name may be that of a directory with such modules."""
+        directory = target.path if name is None else native.find(name, revision)
+        config = foreign.read_config(directory)
+        return native.load(directory) if config.get("format") == native.FORMAT else native_modules.read(directory, config)
 
     @classmethod
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:

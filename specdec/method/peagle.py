@@ -60,15 +60,16 @@ class PEagle(Eagle3):
     @classmethod
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         config = super().resolved(target, architecture)
-        if (mask := config["mask_token_id"]) is None:
-            config["mask_token_id"] = mask = target.vocab_size - 1
-        if mask >= target.vocab_size:
-            raise ValueError(f"mask_token_id={mask} is outside 0..{target.vocab_size - 1}, the rows of the target's embedding")
+        if config["mask_token_id"] is None:
+            config["mask_token_id"] = target.vocab_size - 1
         return config
 
     def build(self, config: dict[str, Any]) -> None:
         super().build(config)
-        self.mask_token_id: int = config["mask_token_id"]
+        mask, last = config.get("mask_token_id"), self.target.vocab_size - 1
+        if not isinstance(mask, int) or not 0 <= mask <= last:
+            raise ValueError(f"mask_token_id={mask} is outside 0..{last}, the rows of the target's embedding")
+        self.mask_token_id = mask
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(self.hidden_layers) * self.target.hidden_size))
 
     def masks(self, count: int) -> tuple[Tensor, Tensor]:
