@@ -94,7 +94,7 @@ def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Ch
 
 
 def build(checkpoint: Checkpoint) -> Any:
-    """The transformers model of a checkpoint, in float32, with its weights."""
+    """The transformers model of a checkpoint, in float32, with its weights, and without dropout."""
     given = dict(checkpoint.config["hf_config"])
     config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     with torch.random.fork_rng():
@@ -110,7 +110,7 @@ def build(checkpoint: Checkpoint) -> Any:
     tied = {named(model, model.get_output_embeddings()) + ".weight"} if given.get("tie_word_embeddings") else set()
     if lacking := sorted(set(own) - set(checkpoint.tensors) - tied):
         raise ValueError(f"{checkpoint.name}: the weights lack {lacking[0]!r}; fetch the model again")
-    return model
+    return model.eval()
 
 
 def named(model: Any, part: Any) -> str:

@@ -214,26 +214,25 @@ class DraftModel(Learner):
         """float32 weights that gradients reach. What stays as it is, and an output layer that is the embedding, is no part of
         the module: it is neither saved with every step nor sent between processes."""
         self.objective = objective
-        lists: Any = [self.lm.get_input_embeddings()], [self.lm.get_output_embeddings()]  # what is in a list is not registered
-        self.embedding, self.head = lists
+        embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
+        self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        parts = {causal_lm.named(self.lm, part): part for (part,) in (self.head, self.embedding)}
+        names = [causal_lm.named(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
-        for part in parts.values():
-            part.requires_grad_(init.train_embedding)
-        self.bias = self.head[0].bias
-        if self.bias is not None:
-            self.bias.requires_grad_(False)
-        self.draft_cap = None
-        if self.bias is not None or capped(self.lm.config, torch.ones(1))[0] != 1:
-            self.draft_cap = lambda logits: capped(self.lm.config, logits if self.bias is None else logits + self.bias)
+        self.draft_cap, bias = None, head.bias
+        if bias is not None or capped(self.lm.config, torch.ones(1))[0] != 1:
+            self.draft_cap = lambda logits: capped(self.lm.config, logits if bias is None else logits + bias)
         self.kept: dict[str, Tensor] = {}
-        for name, part in list(parts.items())[: 2 if not init.train_embedding else 1 if self.tied else 0]:
-            owner, _, own = name.rpartition(".")
-            setattr(self.lm.get_submodule(owner), own, None)
-            self.kept |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
-            if self.tied and part is self.head[0]:
-                self.kept.pop(f"{name}.weight")
+        for name, part in zip(names, self.outside, strict=True):
+            part.requires_grad_(init.train_embedding)
+            if not init.train_embedding or (self.tied and part is head):
+                owner, _, own = name.rpartition(".")
+                setattr(self.lm.get_submodule(owner), own, None)
+                self.kept |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
+        if self.tied:
+            self.kept.pop(f"{names[1]}.weight")
+        if bias is not None:  # the loss adds it where no gradient reaches
+            bias.requires_grad_(False)
 
     def train(self, mode: bool = True) -> DraftModel:
         """Without dropout at all times: what a step is does not hang on chance."""
@@ -243,7 +242,8 @@ class DraftModel(Learner):
         return self
 
     def heads(self) -> list[Tensor | None]:
-        return [(self.embedding if self.tied else self.head)[0].weight]
+        embedding, head = self.outside
+        return [(embedding if self.tied else head).weight]
 
     def masks(self, count: int) -> Tensor:
         """[count] tokens for places whose token is not known; a draft model that takes one step has none."""
@@ -274,7 +274,7 @@ class DraftModel(Learner):
             return in_depths(plan, num_tokens, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
 
         state_ND = self.lm.get_decoder()(
-            inputs_embeds=self.embedding[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
+            inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
             use_cache=False, window=window,
         ).last_hidden_state[0]  # fmt: skip
         parts = state_ND.split([num_tokens, *map(len, deeper)])
