@@ -16,6 +16,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --upgrade "pip>=24"
 	$(RUN) -m pip install --quiet -c constraints.txt torch
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[test]"
+	$(RUN) -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
 ## make demo        train a short EAGLE-3 drafter for the embedded model; decode real prompts plainly, with n-gram, suffix and

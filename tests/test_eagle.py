@@ -865,7 +865,8 @@ def test_what_is_no_checkpoint(tmp_path: Path, one_line: Any) -> None:
     for name, (value, words) in cases.items():
         directory = saved(tmp_path / name)
         (directory / "config.json").write_text(json.dumps(value))
-        one_line(lambda directory=directory: Eagle3(loaded(), str(directory), 3), str(directory), *words)
+        read = native.load if "no native drafter checkpoint" in words else lambda path: Eagle3(loaded(), str(path), 3)
+        one_line(lambda directory=directory, read=read: read(directory), str(directory), *words)
     directory = saved(tmp_path / "json")
     (directory / "config.json").write_text("{")
     one_line(lambda: native.load(directory), str(directory), "config.json cannot be read")
