@@ -97,7 +97,7 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
     target = {"name": str(directory), "model_type": text.get("model_type", config.get("model_type"))}
     target |= {key: text[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in text}
     conventions |= {"own_lm_head": head is not None, "draft_vocab_size": text["vocab_size"]}
-    return Checkpoint("mtp", conventions, target, _experts_joined(tensors), str(directory))
+    return Checkpoint("mtp", conventions, target, _experts_joined(tensors, directory), str(directory))
 
 
 def _tensors(directory: Path, prefix: str) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def _own_head(directory: Path, copies: dict[str, Tensor]) -> Tensor | None:
     return own
 
 
-def _experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _experts_joined(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     """[E, 2 I, D] and [E, D, I] of every layer's experts."""
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
     joined = {}
@@ -153,9 +153,12 @@ def _experts_joined(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             joined[name] = tensor
     for prefix, of in parts.items():
-        gate, up, down = ([of.get(key, {})[e] for e in sorted(of.get(key, {}))] for key in ("gate", "up", "down"))
-        if not len(gate) == len(up) == len(down):
-            raise ValueError(f"{prefix}: {len(gate)} gate, {len(up)} up and {len(down)} down projections; they must be as many")
+        count = max(e for own in of.values() for e in own) + 1
+        for e in range(count):
+            for key in ("gate", "up", "down"):
+                if e not in of.get(key, {}):
+                    raise ValueError(f"{directory}: the weights lack '{prefix}.{e}.{key}_proj.weight'; fetch them again")
+        gate, up, down = ([of[key][e] for e in range(count)] for key in ("gate", "up", "down"))
         joined[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
         joined[f"{prefix}.down_proj"] = torch.stack(down)
     return joined

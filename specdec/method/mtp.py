@@ -109,6 +109,17 @@ class MTP(ChainDrafter):
     name = "mtp"
     objective_type = Objective
 
+    def __init__(
+        self,
+        target: CausalLM,
+        model: str | Checkpoint | None = None,
+        num_speculative_tokens: int = 3,
+        draft_sample_method: str = "greedy",
+        max_model_len: int | None = None,
+        revision: str | None = None,
+    ):
+        super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+
     @classmethod
     def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
         """Without a name, the modules that the target ships; a name may be that of a directory with such modules."""
