@@ -302,6 +302,13 @@ def test_deeper_rows_are_fewer_and_nested() -> None:
     assert not np.array_equal(plan.steps[2].rows, other.steps[2].rows)
 
 
+def test_a_warm_up_trains_a_draft_model() -> None:
+    trained, plain_ = learner("pard", depth_warmup=0.5), learner("draft_model")
+    batch = features(trained.target, SAMPLES)
+    assert [trained.num_steps(progress) for progress in (0.0, 0.49, 0.5, 1.0)] == [1, 1, K, K]
+    close(gradients(trained, batch, progress=0.2), gradients(plain_, batch))
+
+
 # ------------------------------------------------------------------------------------------- a step of training
 
 

@@ -40,7 +40,8 @@ class Architecture(draft_model.Architecture):
 class Objective(Checked):
     """num_depths: places that are trained, the last token's own included, and the most tokens of a draft; down_sample_ratio:
     each keeps this share of the rows of the one before, down_sample_ratio_min: and no less than this of all; step_loss_decay:
-    depth d weighs decay^d; loss: as a draft model's."""
+    depth d weighs decay^d; depth_warmup: for this share of the run there are no mask tokens, so that it trains a draft model;
+    loss: as a draft model's."""
 
     what: ClassVar[str] = "train.objective key"
 
@@ -48,12 +49,13 @@ class Objective(Checked):
     down_sample_ratio: float = Field(0.7, gt=0, le=1)
     down_sample_ratio_min: float = Field(0.2, ge=0, le=1)
     step_loss_decay: float = Field(1.0, gt=0)
+    depth_warmup: float = Field(0.0, ge=0, le=1)
     loss: losses.Terms = Field({"nll": 1.0})
 
     mask_outside_vocab: ClassVar[bool] = False
 
     def steps_at(self, progress: float) -> int:
-        return self.num_depths
+        return 1 if progress < self.depth_warmup else self.num_depths
 
     def weights(self, num_steps: int) -> list[float]:
         return [self.step_loss_decay**k for k in range(num_steps)]
