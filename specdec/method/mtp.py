@@ -23,7 +23,7 @@ from specdec.chain import PREFILL_CHUNK, Attend, ChainDrafter
 from specdec.checkpoint import foreign, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Checked, Context, Draft, Request
+from specdec.core import Checked, Context, Draft
 from specdec.drafter import Objective as Unrolled
 from specdec.drafter import nothing
 from specdec.target import CausalLM
@@ -141,7 +141,8 @@ class MTP(ChainDrafter):
                 f"{num_modules} tokens; lower it"
             )
         self.mtp = nn.ModuleList(Module(self.target, place) for place in range(num_modules))
-        # of each row, the last states, which later modules will read again, and the position behind them
+        # of each row, the last states, which later modules will read again, and the position behind them; a prompt's come from
+        # position 0 on, so those of the row's request before are not read
         self.tail: dict[int, tuple[int, Tensor]] = {}
 
     def slots(self) -> list[tuple[int, ...]]:
@@ -177,9 +178,6 @@ class MTP(ChainDrafter):
         return (state, feedback) if rows is None else (state[rows], feedback[rows])
 
     # ---------------------------------------------------------------- a module for every token
-
-    def begin(self, row: int, request: Request) -> None:
-        self.tail.pop(row, None)
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
