@@ -52,7 +52,7 @@ $(FAMILIES:%=$(DRAFTERS)/%/summary.json): $(DRAFTERS)/%/summary.json: | $(DRAFTE
 		$(call go_on,$(DRAFTERS)/$*/run.json)
 
 # PARD learns to fill in mask tokens on top of a draft model
-MORE_pard = checkpoint=$(DRAFTERS)/draft_model
+MORE_pard = checkpoint=$(DRAFTERS)/draft_model train.objective.depth_warmup=0 train.max_steps=450
 $(DRAFTERS)/pard/summary.json: | $(DRAFTERS)/draft_model/summary.json
 
 $(DRAFTERS)/eval/ngram/summary.json: | $(VENV)/.done

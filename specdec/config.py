@@ -26,6 +26,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 _OPEN = ("logit_bias", "template_kwargs", "geometry")  # keys whose value is the user's own mapping
 _NULLABLE = (  # numbers, or null for no limit
     "limit", "num_threads", "sampling.max_tokens", "train.max_steps", "train.num_epochs", "train.drafter.draft_vocab_size",
+    "train.drafter.num_hidden_layers", "train.drafter.inner_dim", "train.drafter.mask_token_id", "train.drafter.pard_token",
     "data.limit", "data.max_length",
 )  # fmt: skip
 

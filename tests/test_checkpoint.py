@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -1118,3 +1119,75 @@ def test_share_is_a_program(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "cannot be read" in done.stdout
     assert done.stderr == ""
+
+
+# ------------------------------------------------------------------------------- modules of a target, and draft models
+
+
+def trained_by(script: str, folder: Path, conversations: Path, *more: str) -> Path:
+    """A run of three steps on the tiny model."""
+    small = (
+        "model=tiny",
+        "model.device=cpu",
+        "model.dtype=float32",
+        "data.held_out=2",
+        "train.max_steps=3",
+        "eval.num_prompts=0",
+    )
+    given = ("data=jsonl", f"data.path={conversations}", f"out_dir={folder / 'run'}", *more)
+    done = call(script, *small, *given, cwd=folder, folder=TRAIN)
+    assert done.code == 0, done.err
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    rows = [{"prompt": f"number {i}", "response": f"{i} is the number, and {i + 1} comes next"} for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(("script", "engines"), [("draft_model", {"vllm", "sglang"}), ("pard", {"vllm"})])
+def test_a_draft_model_is_shared_as_it_is(
+    script: str, engines: set[str], tmp_path: Path, conversations: Path, share: Cli
+) -> None:
+    """Byte for byte; the lint says who loads it, the card how it is served, and it says its own method."""
+    run = trained_by(script, tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
+    done = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
+    assert done.code == 0, done.err
+    spec = {"method": "draft_model", "model": "shared"} | ({"parallel_drafting": True} if script == "pard" else {})
+    command = re.search(r"vllm serve tiny-llama --speculative-config '(.*)'", (tmp_path / "shared" / "README.md").read_text())
+    assert command is not None
+    assert spec.items() <= json.loads(command[1]).items()
+    ours, theirs = (load_file(path / "model.safetensors") for path in (run / "last", tmp_path / "shared"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert checkpoint.method_of(tmp_path / "shared") == checkpoint.method_of(run) == script
+    verdict = lint.loads(lint.check(tmp_path / "shared", "tiny-llama"))
+    assert {engine for engine, whether in verdict.items() if whether} == engines
+    refused = share(f"checkpoint={run}", "format=speculators", f"out={tmp_path / 'other'}")
+    assert refused.code == 1
+    assert f"speculators has no {script} drafters" in refused.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_draft_model_must_fit_its_target(tmp_path: Path, conversations: Path) -> None:
+    run = trained_by("pard", tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
+    config = json.loads((run / "last" / "config.json").read_text())
+    for change, rule in (({"vocab_size": 100}, "vocabulary"), ({"pard_token": 10**6}, "pard_token")):
+        (run / "last" / "config.json").write_text(json.dumps(config | change))
+        found = lint.check(run / "last", "tiny-llama")
+        assert any(f.engine == "vllm" and f.severity == "error" and f.rule == rule for f in found), found
+
+
+def test_modules_of_a_target_that_no_engine_has_a_class_for(tmp_path: Path, conversations: Path, share: Cli) -> None:
+    """MTP trained for a Llama: refused with the reason, and nothing is left behind; its own format is fine."""
+    whole = ("train.drafter.draft_vocab_size=null", "train.init.train_lm_head=false")
+    run = trained_by("mtp", tmp_path, conversations, *whole)
+    refused = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
+    assert refused.code == 1
+    assert "model_type 'llama' has no class" in " ".join(refused.out.replace("│", " ").split())
+    assert not (tmp_path / "shared").exists()
+    assert share(f"checkpoint={run}", "format=native", f"out={tmp_path / 'native'}").code == 0
+    assert checkpoint.method_of(tmp_path / "native") == "mtp"

@@ -468,7 +468,7 @@ def test_a_drafter_must_be_given(name: str, target: CausalLM, one_line: Any) -> 
     one_line(lambda: build(target, given), f"method '{name}' needs model", "give the directory", "train/eagle.py")
     one_line(lambda: build(target, {"method": name}), f"'{name}' needs num_speculative_tokens")
     one_line(lambda: build(target, {**given, "model": "/no/such/drafter"}), "/no/such/drafter", "no such directory")
-    one_line(lambda: build(target, {**given, "model": str(target.path)}), "no drafter of a known format", "'llama'")
+    one_line(lambda: build(target, {**given, "model": str(target.path)}), "a causal LM", "'llama'", "method=draft_model")
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,18 @@ def run(cfg: dict[str, Any]) -> None:
     measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
 
     from specdec import checkpoint, report
-    from specdec.checkpoint import native
+    from specdec.checkpoint import causal_lm, native
     from specdec.target import CausalLM, choose_dtype
 
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
-    made = checkpoint.load(source)
+    kind = checkpoint.method_of(source)
+    lm = kind in causal_lm.WRITES
+    made = causal_lm.read(source, None, kind) if lm else checkpoint.load(source)
     target, given = None, cfg["target"] or (made.target.get("name") if holds_parts(made, cfg["format"]) else None)
     if given is not None:
         target = CausalLM(given, "float32", "cpu")
-        made.check(made.method, target)
+        if not lm:
+            made.check(made.method, target)
         made.target = native.facts(target) | {"name": made.target.get("name", target.name)}
     if made.copies and target is None:
         raise ValueError(f"{source} holds {min(made.copies)}, which must be the target's; give target= to compare them")
@@ -77,12 +80,17 @@ def run(cfg: dict[str, Any]) -> None:
         raise ValueError(
             f"eval={cfg['eval']} measured on {name}, and the drafter is for {made.target['name']}; give its own run"
         )
-    told = public(provenance_of(source, cfg["checkpoint"]))
+    before = provenance_of(source, cfg["checkpoint"])
+    if lm and "name" not in made.target and (name := (before.get("identity") or {}).get("target")):
+        made.target["name"] = name  # a model that stands on its own does not say whom it drafts for
+    told = public(before)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        if cfg["format"] == "native":
+        if cfg["format"] == "native" and lm:
+            causal_lm.write(made, temporary, "native")
+        elif cfg["format"] == "native":
             native.save(temporary, made, told, "")
         else:
             checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"])
@@ -104,6 +112,8 @@ def holds_parts(made: Any, format: str) -> bool:
     """Whether the target's weights are needed: to be compared, or to be written along."""
     shares = made.method == "mlp" and not (made.config["own_embedding"] and made.config["own_lm_head"])
     scales = str(made.target.get("model_type")).startswith("gemma")
+    if made.method == "mtp":
+        return format != "native"
     return bool(made.copies) or (format != "native" and (format == "speculators" or shares or scales))
 
 
@@ -220,7 +230,9 @@ def serve(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> st
     if cfg["format"] == "native":
         return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
     if cfg["format"] == "sglang":
-        algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3"}[made.method]
+        algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}[made.method]
+        if made.method == "mtp":  # the modules are in the model itself
+            return f"python -m sglang.launch_server --model-path {name} --speculative-algorithm {algorithm}"
         return (
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
             f"--speculative-draft-model-path {name} --speculative-num-steps {count} --speculative-eagle-topk 1 "
@@ -229,8 +241,12 @@ def serve(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> st
     spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
     if made.method == "peagle":
         spec |= {"method": "eagle3", "parallel_drafting": True}
+    if made.method == "pard":
+        spec |= {"method": "draft_model", "parallel_drafting": True}
     if made.method == "mlp":
         spec["method"] = "mlp_speculator"
+    if made.method == "mtp":
+        return f"vllm serve {name} --speculative-config '{json.dumps({'method': 'mtp', 'num_speculative_tokens': count})}'"
     return f"vllm serve {target} --speculative-config '{json.dumps(spec)}'"
 
 
@@ -242,13 +258,13 @@ def card(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None, told: 
     head = ["---", *([f"base_model: {target}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", target) else [])]
     head += ["tags:", "- speculative-decoding", f"- {made.method}", "---", ""]
     facts = {key: value for key, value in made.target.items() if key != "name"}
-    shape = {key: value for key, value in made.config.items() if key != "geometry"}
+    shape = {key: value for key, value in made.config.items() if key not in ("geometry", "hf_config")}
     parts = [
         *head,
         f"# {made.method} drafter for {target}",
         "",
-        f"Drafts tokens that {target} verifies: {', '.join(f'{key} {value}' for key, value in facts.items())}. "
-        "It is right for that target alone.",
+        f"Drafts tokens that {' '.join([target, *(f'({key} {value})' for key, value in facts.items())])} verifies. "
+        + ("Any target with this vocabulary will do." if "hf_config" in made.config else "It is right for that target alone."),
         "",
         "## Serve",
         "",
@@ -267,9 +283,10 @@ def card(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None, told: 
     parts += ["## Acceptance", "", *acceptance(measured), "", "## Drafter", ""]
     parts += [f"- {key}: {value}" for key, value in shape.items()]
     parts += [f"- {key}: {value}" for key, value in (made.config.get("geometry") or {}).items()]
-    with (directory / "model.safetensors").open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    parts += [f"- model.safetensors: sha256 {digest}", "", "## Provenance", ""]
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            parts.append(f"- {path.name}: sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    parts += ["", "## Provenance", ""]
     identity = told.get("identity") or {}
     listed = {
         "trained with": " ".join(told.get("command") or []) or "not told; imported",

@@ -15,20 +15,9 @@ if TYPE_CHECKING:
 # A format is a module with recognises(config, names of tensors), read(directory, config), write(checkpoint, directory, engine,
 # target, served), and WRITES: the engines that load it, for each method that it holds. The first that recognises a directory
 # reads it, so one that asks for less stands further back.
-FORMATS = ("speculators", "mlp_speculator", "raw_eagle3", "raw_eagle")
+FORMATS = ("speculators", "mlp_speculator", "mtp", "raw_eagle3", "raw_eagle", "causal_lm")
 # What others share and we cannot read, by a word of its config.json.
-UNREADABLE = (
-    "medusa",
-    "dflash",
-    "dspark",
-    "xpress",
-    "domino",
-    "hydra",
-    "deepseek",
-    "mtp",
-    "minimax",
-    "kimi",
-)
+UNREADABLE = ("medusa", "dflash", "dspark", "xpress", "domino", "hydra", "deepseek", "mtp", "minimax", "kimi")
 
 
 def load(path: str | Path, revision: str | None = None) -> Checkpoint:
@@ -36,13 +25,19 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
 
     Raises ValueError, one line, for what is not one, not whole, or would need code or pickles to be read.
     """
-    from specdec.checkpoint import foreign, native
+    from specdec.checkpoint import causal_lm, foreign, native
 
     directory = native.find(path, revision)
     config = foreign.read_config(directory)
     if config.get("format") == native.FORMAT:
         return native.load(directory)
-    return format_of(directory, config).read(directory, config)
+    module = format_of(directory, config)
+    if module is causal_lm:
+        method = "draft_model" if causal_lm.mask_token(config) is None else "pard"
+        raise ValueError(
+            f"{directory}: a causal LM (model_type {config.get('model_type')!r}), which drafts with method={method}"
+        )
+    return module.read(directory, config)
 
 
 def format_of(directory: Path, config: dict[str, Any]) -> Any:
@@ -89,15 +84,15 @@ def write(
 def method_of(path: str | Path, revision: str | None = None) -> str:
     """The method that decodes with what is in a directory: of a drafter in any known format, or `draft_model` or `pard` of a
     causal LM."""
-    from specdec.checkpoint import causal_lm, foreign, mtp, native, raw_eagle
+    from specdec.checkpoint import causal_lm, foreign, mtp, native
 
     directory = native.find(path, revision)
     config = foreign.read_config(directory)
     if config.get("format") == native.FORMAT:
         return str(config.get("method"))
-    names = set(foreign.shapes_of(directory))
-    if mtp.recognises(config, names):
-        return "mtp"
-    if any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or []) and not raw_eagle.drafts(names):
+    module = format_of(directory, config)
+    if module is causal_lm:
         return "draft_model" if causal_lm.mask_token(config) is None else "pard"
-    return str(format_of(directory, config).read(directory, config).method)
+    if module is mtp:
+        return "mtp"
+    return str(module.read(directory, config).method)

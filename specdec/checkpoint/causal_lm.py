@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec import hub
 from specdec.checkpoint import native
@@ -30,12 +31,18 @@ CLUTTER = {
     "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
 }  # fmt: skip
 OURS = "specdec"  # a key of config.json that engines pass over
+WRITES = {"draft_model": ("vllm", "sglang"), "pard": ("vllm",)}
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 # what belongs to a tokenizer, and how a generation ends
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
     "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+
+
+def recognises(config: dict[str, Any], names: set[str]) -> bool:
+    """After all drafters of other kinds, some of which bear a Llama's name."""
+    return bool(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) & set(map(str, config.get("architectures") or [])))
 
 
 def find(name: str | Path, revision: str | None = None) -> Path:
@@ -118,11 +125,16 @@ def named(model: Any, part: Any) -> str:
     return next(name for name, module in model.named_modules() if module is part)
 
 
-def write(directory: Path, checkpoint: Checkpoint, beside: Path, provenance: dict[str, Any], card: str) -> None:
+def write(checkpoint: Checkpoint, directory: Path, engine: str, target: Any = None, served: str | None = None) -> None:
+    """The same model for an engine; all of them load it as any other."""
+    save(directory, checkpoint, Path(checkpoint.name), {}, "")
+
+
+def save(directory: Path, checkpoint: Checkpoint, beside: Path, provenance: dict[str, Any], card: str) -> None:
     """Write a model into a directory that exists and nobody reads yet. beside: where its tokenizer is, if there is one."""
     assert checkpoint.tensors is not None
     config = {key: value for key, value in checkpoint.config["hf_config"].items() if key not in (*MASK_KEYS, OURS)}
-    config |= {"dtype": "float32"}
+    config |= {"dtype": str(next(iter(checkpoint.tensors.values())).dtype).removeprefix("torch.")}
     if checkpoint.config.get("pard_token") is not None:
         config["pard_token"] = checkpoint.config["pard_token"]
     if checkpoint.config.get("num_depths") is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec import checkpoint, hub
-from specdec.checkpoint import foreign, mlp_speculator, native, raw_eagle, raw_eagle3
+from specdec.checkpoint import causal_lm, foreign, mlp_speculator, mtp, native, raw_eagle, raw_eagle3
 from specdec.core import nearest
 
 ENGINES = {
@@ -54,13 +54,18 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
                 EVERY, "format", "a native checkpoint, which specdec alone loads; export it: train/share.py checkpoint=DIR"
             )
             return seen.findings
-        tensors = foreign.read_tensors(directory)
         kind = checkpoint.format_of(directory, config).__name__.rpartition(".")[2]
+        # of a target with modules, only the modules are looked at
+        tensors = mtp.held(directory, config) if kind == "mtp" else foreign.read_tensors(directory)
         theirs = _Target.of(target)
         _weights(seen, config, tensors)
-        {"raw_eagle": _eagle, "raw_eagle3": _eagle3, "speculators": _speculators, "mlp_speculator": _mlp}[kind](
-            seen, config, tensors, theirs
-        )
+        rules: dict[str, Any] = {
+            "raw_eagle": _eagle, "raw_eagle3": _eagle3, "speculators": _speculators, "mlp_speculator": _mlp, "mtp": _mtp,
+            "causal_lm": _causal_lm,
+        }  # fmt: skip
+        rules[kind](seen, config, tensors, theirs)
+        if kind == "mtp":
+            mtp.read(directory, config)
     except ValueError as error:
         seen.error(EVERY, "file", str(error))
     for engine in EVERY:
@@ -560,3 +565,56 @@ def _mlp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
         except ValueError as error:
             seen.error(old, "tied", str(error).removeprefix("config.json: "))
     _names(seen, held, mlp_speculator.shapes(own, hidden), old)
+
+
+# ------------------------------------------------------------------------------------------------- modules of the target
+
+
+def _mtp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
+    both, kind = ("vllm", "sglang"), str(config.get("text_config", config).get("model_type"))
+    seen.error("speculators", "format", "modules inside a target: the package fine-tunes them, and reads them from the target")
+    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
+    if not kind.startswith(MTP_TYPES):
+        text = (
+            f"model_type {kind!r} has no class for prediction modules ({', '.join(MTP_TYPES)} and others have); specdec "
+            "decodes with them, and train/eagle.py trains what engines load for such a target"
+        )
+        seen.error(both, "model_type", text)
+        return
+    key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
+    if not config.get("text_config", config).get(key):
+        seen.error(both, key, f"no {key} in config.json: the modules would not be looked for")
+    told = (config.get(foreign.OURS) or {}).get("mtp", {})
+    zero = not kind.startswith(("qwen3_next", "qwen3_5"))
+    for name, value in (("last_hidden_kind", "post_norm"), ("hidden_feedback", "own"), ("zero_first_embedding", zero)):
+        if told.get(name, value) != value:
+            text = f"trained with {name}={told[name]}, and the engines' {kind} has {value}; train it so"
+            seen.error(both, name, text.replace("True", "true").replace("False", "false"))
+
+
+# What has a class for its modules in vLLM 0.33 and SGLang 0.5.23, and names them as one of our two namings.
+MTP_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5")
+
+
+# ------------------------------------------------------------------------------------------------------------ draft models
+
+
+def _causal_lm(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
+    both, mask = ("vllm", "sglang"), causal_lm.mask_token(config)
+    seen.error("speculators", "format", "a model that stands on its own; the package has no such drafters")
+    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
+    vocab, longest = config.get("vocab_size"), config.get("max_position_embeddings")
+    if theirs.vocab_size not in (None, vocab):
+        seen.error(both, "vocabulary", f"vocab_size is {vocab}, and the target's is {theirs.vocab_size}; they must be equal")
+    if theirs.max_position_embeddings and longest and longest < theirs.max_position_embeddings:
+        text = f"max_position_embeddings={longest} is below the target's {theirs.max_position_embeddings}; no drafts beyond"
+        seen.warn(both, "positions", text)
+    if not config.get("tie_word_embeddings") and not any(name.endswith("lm_head.weight") for name in tensors):
+        seen.error(both, "lm_head", "no lm_head.weight, and tie_word_embeddings is not true: drafts would be random")
+    if mask is None:
+        return
+    seen.error("sglang", "pard", "PARD drafts with mask tokens, which SGLang does not; vLLM serves it")
+    if not isinstance(mask, int) or not 0 <= mask < (vocab or 0):
+        seen.error("vllm", "pard_token", f"pard_token={mask!r} is no token of 0..{(vocab or 0) - 1}")
+    text = 'serve it with "parallel_drafting": true, without which vLLM takes it for a draft model of one token at a time'
+    seen.warn("vllm", "parallel_drafting", text)

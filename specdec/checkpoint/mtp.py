@@ -100,6 +100,12 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
     return Checkpoint("mtp", conventions, target, _experts_joined(tensors, directory), str(directory))
 
 
+def held(directory: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """The modules' tensors under their own names."""
+    prefixes = _modules(config, set(foreign.shapes_of(directory))).values()
+    return {f"{prefix}{name}": tensor for prefix in prefixes for name, tensor in _tensors(directory, prefix).items()}
+
+
 def _tensors(directory: Path, prefix: str) -> dict[str, Tensor]:
     """Everything under a prefix, without it."""
     found = {}

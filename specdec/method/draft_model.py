@@ -25,9 +25,8 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request
 from specdec.drafter import check_drafting, nothing
 from specdec.kv import end_to_end
-from specdec.method.peagle import in_depths
 from specdec.target import CausalLM, capped, load_weights
-from specdec.training import losses, unroll
+from specdec.training import losses, parallel, unroll
 from specdec.training.features import Batch
 from specdec.training.learner import Learner
 
@@ -253,10 +252,8 @@ class DraftModel(Learner):
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
         """[A, D] states for the output layer at every step, in one forward: the tokens of the batch, and behind them the mask
         tokens of step 1, 2, ..."""
-        first_N, num_tokens = plan.first_A, len(batch.token_N)
-        within_N, deeper = np.arange(num_tokens) - first_N, [step.rows for step in plan.steps[1:]]
-        position_N = np.concatenate([within_N, *(within_N[rows] + d for d, rows in enumerate(deeper, 1))])
-        token_N = torch.cat([batch.token_N, self.masks(sum(map(len, deeper)))])
+        position_N = parallel.positions(plan)
+        token_N = torch.cat([batch.token_N, self.masks(parallel.num_masks(plan))])
         reach = int(position_N.max()) + 1
 
         def window(
@@ -271,14 +268,13 @@ class DraftModel(Learner):
             sliding = None if sliding is None or sliding >= reach else sliding
             own = attention if sliding is None and cap is None else masked_attention(sliding, cap)
             q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-            return in_depths(plan, num_tokens, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
+            return parallel.in_depths(plan, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
 
         state_ND = self.lm.get_decoder()(
             inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
             use_cache=False, window=window,
         ).last_hidden_state[0]  # fmt: skip
-        parts = state_ND.split([num_tokens, *map(len, deeper)])
-        return [parts[0][self._index(plan.steps[0].rows)], *parts[1:]]
+        return parallel.by_depth(state_ND, plan)
 
     # ---------------------------------------------------------------- at rest
 
@@ -322,7 +318,7 @@ class DraftModel(Learner):
 
     def write(self, directory: Path, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
         """Save this draft model with these weights into a directory that exists and nobody reads yet."""
-        causal_lm.write(directory, self.exported(state), self.target.path, provenance, card)
+        causal_lm.save(directory, self.exported(state), self.target.path, provenance, card)
 
 
 def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:

@@ -4,9 +4,7 @@ Behind the committed tokens come K-1 mask tokens; the last committed token and e
 forward. Mask tokens leave K and V behind that the next forward overwrites. Places do not see what those before them drafted, so
 greedy drafts suit it best.
 
-Training takes any causal LM and gives it mask tokens: the d-th behind a token stands d positions after it, sees what it saw and
-the mask tokens before, and predicts the token after next d. Deeper ones are sub-sampled (COD); rows and attention are those
-of `specdec.training.unroll`, all depths in one forward.
+Training takes any causal LM and gives it mask tokens: `specdec.training.parallel`.
 """
 
 from __future__ import annotations
@@ -21,13 +19,14 @@ from torch import Tensor
 from specdec import sampling
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Checked, Context, Draft
+from specdec.core import Context, Draft
 from specdec.drafter import nothing
 from specdec.method import draft_model
 from specdec.method.draft_model import DraftModel
 from specdec.target import CausalLM
-from specdec.training import losses, unroll
+from specdec.training import unroll
 from specdec.training.features import Batch
+from specdec.training.parallel import Depths
 
 
 class Architecture(draft_model.Architecture):
@@ -37,28 +36,11 @@ class Architecture(draft_model.Architecture):
     pard_token: int | None = Field(None, ge=0)
 
 
-class Objective(Checked):
-    """num_depths: places that are trained, the last token's own included, and the most tokens of a draft; down_sample_ratio:
-    each keeps this share of the rows of the one before, down_sample_ratio_min: and no less than this of all; step_loss_decay:
-    depth d weighs decay^d; depth_warmup: for this share of the run there are no mask tokens, so that it trains a draft model;
-    loss: as a draft model's."""
-
-    what: ClassVar[str] = "train.objective key"
-
-    num_depths: int = Field(8, ge=1)
-    down_sample_ratio: float = Field(0.7, gt=0, le=1)
-    down_sample_ratio_min: float = Field(0.2, ge=0, le=1)
-    step_loss_decay: float = Field(1.0, gt=0)
-    depth_warmup: float = Field(0.0, ge=0, le=1)
-    loss: losses.Terms = Field({"nll": 1.0})
+class Objective(Depths):
+    """As that of every drafter that makes its tokens in one pass; num_depths is the most tokens of a draft, and depth_warmup
+    trains a draft model."""
 
     mask_outside_vocab: ClassVar[bool] = False
-
-    def steps_at(self, progress: float) -> int:
-        return 1 if progress < self.depth_warmup else self.num_depths
-
-    def weights(self, num_steps: int) -> list[float]:
-        return [self.step_loss_decay**k for k in range(num_steps)]
 
 
 class Pard(DraftModel):
@@ -144,9 +126,5 @@ class Pard(DraftModel):
         return torch.full((count,), self.pard_token, device=self.target.device)
 
     def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
-        """Rows of every depth; a sample's are drawn anew in every step of the run."""
-        own: Objective = self.objective
-        reach_N = unroll.reach(
-            batch.ids, batch.length_B, num_steps, own.down_sample_ratio, own.down_sample_ratio_min, seed
-        )  # fmt: skip
-        return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.lead, reach_N)
+        plan: unroll.Plan = self.objective.plan(batch, num_steps, self.lead, seed)
+        return plan

@@ -187,9 +187,9 @@ def load(
     """Read a training set: a JSON-lines file (.jsonl, .jsonl.gz), a datasets directory, or a hub id.
 
     A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
-    `input_ids` and `loss_mask`, or plain `text`, of which every token is supervised; `id` is optional. A row that cannot be used is skipped and counted. A conversation whose
-    template changes earlier turns becomes one sample per assistant turn. limit: most rows to read.
-    Raises ValueError, one line, if nothing usable is left.
+    `input_ids` and `loss_mask`, or plain `text`, of which every token is supervised; `id` is optional. A row that cannot be
+    used is skipped and counted. A conversation whose template changes earlier turns becomes one sample per assistant turn.
+    limit: most rows to read. Raises ValueError, one line, if nothing usable is left.
     """
     if max_length is not None and max_length < 3:
         raise ValueError(f"data.max_length={max_length}: at least 3 tokens are needed to supervise one")

@@ -19,8 +19,8 @@ from specdec.training.losses import Teacher
 
 
 class Learner(nn.Module):
-    """objective: `weights(num_steps)`, `loss` (a mix of terms), `mask_outside_vocab`, and mostly `steps_at(progress)`. lead: row p
-    predicts token p + lead + k at step k."""
+    """objective: `weights(num_steps)`, `loss` (a mix of terms), `mask_outside_vocab`, and mostly `steps_at(progress)`. lead:
+    row p predicts token p + lead + k at step k."""
 
     target: CausalLM
     objective: Any

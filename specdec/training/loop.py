@@ -249,15 +249,17 @@ class _Window:
         return row | {"loss": loss / max(self.supervised, 1)} | per_step(sums)
 
 
-def per_step(sums: Sequence[Sequence[float]]) -> dict[str, list[float]]:
+def per_step(sums: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
     """Lists with an entry for each unrolled step, from its sums (loss, hits, overlap, rows, joint hits, reached, chains).
 
     accuracy: marginal, the likeliest draft token is the target's; joint_accuracy: it and all before it are;
     conditional_accuracy: it is, given that those before are; one_minus_tv: sum min(p, q), the chance that rejection sampling
-    accepts. All teacher-forced.
+    accepts, or None where nobody asked for the target's law. All teacher-forced.
     """
 
-    def over(numerator: float, denominator: float) -> float:
+    def over(numerator: float, denominator: float) -> float | None:
+        if math.isnan(numerator):
+            return None
         return numerator / denominator if denominator else 0.0
 
     return {
@@ -373,8 +375,9 @@ class _Run:
         total, sums, count = 0.0, 0.0, 0
         for i in range(0, len(held_out), self.settings.micro_batch_size):
             part = held_out[i : i + self.settings.micro_batch_size]
+            batch = source(part)  # the target runs in its own precision
             with self.autocast():
-                loss, own = self.model(source(part))
+                loss, own = self.model(batch)
             total, sums = total + loss, sums + own
             count += sum(sample.num_supervised for sample in part)
         self.model.train()

@@ -1,0 +1,87 @@
+"""Training of drafters that make all tokens of a draft in one pass, from mask tokens (PARD 2504.18583, P-EAGLE).
+
+Rows are those of `specdec.training.unroll`, and a step is a depth: at depth 0 a row is a token (or a pair) of the data, at
+depth d the d-th mask token behind it, d positions further on, which sees what the row saw and the mask tokens in between. All
+depths go through the drafter together, laid end to end: every token of the batch, then the rows of depth 1, 2, ... Deeper ones
+are sub-sampled (COD), since most of what they teach the others teach too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from specdec.core import Checked
+from specdec.training import losses, unroll
+from specdec.training.features import Batch
+
+
+class Depths(Checked):
+    """num_depths: tokens that are trained, the row's own included; down_sample_ratio: each depth keeps this share of the rows
+    of the one before, down_sample_ratio_min: and no less than this of all; step_loss_decay: depth d weighs decay^d;
+    depth_warmup: for this share of the run there is depth 0 alone; loss: weights of ce, kl, tv and nll."""
+
+    what: ClassVar[str] = "train.objective key"
+
+    num_depths: int = Field(8, ge=1)
+    down_sample_ratio: float = Field(0.7, gt=0, le=1)
+    down_sample_ratio_min: float = Field(0.2, ge=0, le=1)
+    step_loss_decay: float = Field(1.0, gt=0)
+    depth_warmup: float = Field(0.0, ge=0, le=1)
+    loss: losses.Terms = Field({"nll": 1.0})
+
+    def steps_at(self, progress: float) -> int:
+        return 1 if progress < self.depth_warmup else self.num_depths
+
+    def weights(self, num_steps: int) -> list[float]:
+        return [self.step_loss_decay**k for k in range(num_steps)]
+
+    def plan(self, batch: Batch, num_depths: int, lead: int, seed: int | str) -> unroll.Plan:
+        """Rows of every depth; a sample's are drawn anew in every step of the run."""
+        shares = self.down_sample_ratio, self.down_sample_ratio_min
+        reach_N = unroll.reach(batch.ids, batch.length_B, num_depths, *shares, seed)
+        return unroll.plan(batch.length_B, batch.mask_N, num_depths, lead, reach_N)
+
+
+def positions(plan: unroll.Plan) -> np.ndarray:
+    """Of all tokens and all mask tokens, in their documents."""
+    within_N = np.arange(len(plan.first_A)) - plan.first_A
+    return np.concatenate([within_N, *(within_N[step.rows] + d for d, step in enumerate(plan.steps[1:], 1))])
+
+
+def num_masks(plan: unroll.Plan) -> int:
+    return sum(len(step.rows) for step in plan.steps[1:])
+
+
+def by_depth(state_ND: Tensor, plan: unroll.Plan) -> list[Tensor]:
+    """What came out, as the states of every depth's rows."""
+    parts = state_ND.split([len(plan.first_A), *(len(step.rows) for step in plan.steps[1:])])
+    return [parts[0][torch.from_numpy(plan.steps[0].rows).to(state_ND.device, non_blocking=True)], *parts[1:]]
+
+
+def in_depths(plan: unroll.Plan, attention: Any) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
+    """Attention (layer, query, key, value, scaling) of rows that lie depth by depth. attention: as `unroll.attention`."""
+    num_tokens = len(plan.first_A)
+    sizes = [num_tokens, *(len(step.rows) for step in plan.steps[1:])]
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        queries, keys, values = query.split(sizes), key.split(sizes), value.split(sizes)
+        every, first_N = np.arange(num_tokens), plan.first_A
+        out = [attention(queries[0], keys[0], values[0], [], [], every, first_N, scaling)]
+        own_key: list[Tensor] = []
+        own_value: list[Tensor] = []
+        for d, step in enumerate(plan.steps[1:], 1):
+            if d > 1:
+                assert step.kept is not None
+                kept = torch.from_numpy(step.kept).to(query.device, non_blocking=True)
+                own_key, own_value = [x[kept] for x in own_key], [x[kept] for x in own_value]
+            own_key, own_value = [*own_key, keys[d]], [*own_value, values[d]]
+            out.append(attention(queries[d], keys[0], values[0], own_key, own_value, step.rows, first_N, scaling))
+        return torch.cat(out)
+
+    return attend
