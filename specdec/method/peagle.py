@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3 that makes all its tokens in one pass, `eagle3` with `parallel_drafting` in vLLM.
+"""P-EAGLE (2602.01469): EAGLE-3 that makes all its tokens in one pass, `eagle3` with `parallel_drafting` in vLLM.
 
 After the pairs (token, target state) of a row come K-1 places with the embedding of a mask token and a learned state,
 `mask_hidden`, that takes the place of the target's; the last pair and these places each draft one token. Positions do not see

@@ -1,4 +1,4 @@
-"""Training of drafters that make all tokens of a draft in one pass, from mask tokens (PARD 2504.18583, P-EAGLE).
+"""Training of drafters that make all tokens of a draft in one pass, from mask tokens (PARD 2504.18583, P-EAGLE 2602.01469).
 
 Rows are those of `specdec.training.unroll`, and a step is a depth: at depth 0 a row is a token (or a pair) of the data, at
 depth d the d-th mask token behind it, d positions further on, which sees what the row saw and the mask tokens in between. All
