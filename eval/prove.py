@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec import config, hub, method, report, tasks
+from specdec import checkpoint, config, hub, method, report, tasks
 from specdec.checkpoint import native
 from specdec.core import Request, SamplingParams
 from specdec.drafter import Drafter, Init
@@ -51,7 +51,7 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
     """Number of combinations that failed (0 is a proof)."""
     for name in methods or ():
         method.find(name)
-    drafters = {native.load(path).method: path for path in checkpoints}
+    drafters = {checkpoint.method_of(path): path for path in checkpoints}
     target = CausalLM(model, "float32", "cpu")
     prompts = conversations(target, count, max_tokens)
     theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
@@ -94,16 +94,19 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
 def needed(name: str, target: CausalLM, drafters: dict[str, str]) -> dict[str, Any]:
     """What a method's YAML leaves to the user."""
     directory, drafter = tempfile.mkdtemp(), method.find(name)
+    if name in drafters:
+        return {"method": name, "model": drafters[name]}
     if name == "draft_model":
         return {"method": name, "model": str(target.path)}
+    if name == "pard":
+        return {"method": name, "model": str(target.path), "pard_token": target.vocab_size - 1}
     if name == "extract_hidden_states":
         layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [target.num_layers]}}
         return {"method": name, "draft_model_config": layers, "shared_storage_path": directory}
     if not issubclass(drafter, Drafter):
         return {"method": name}
-    if name not in drafters:
-        native.save(Path(directory), drafter.fresh(target, {}, Init()), {}, "")
-    return {"method": name, "model": drafters.get(name, directory)}
+    native.save(Path(directory), drafter.fresh(target, {}, Init()), {}, "")
+    return {"method": name, "model": directory}
 
 
 def conversations(target: CausalLM, count: int, max_tokens: int) -> list[list[int]]:

@@ -1375,3 +1375,11 @@ def test_checkpoints_that_do_not_fit(trained: Fitted, tmp_path: Path) -> None:
         done = call("run", *DECODE, *case, f"out_dir={tmp_path / 'run'}", cwd=tmp_path, folder=EVAL)
         assert all(word in done.error for word in words), f"{case}: {done.error}"
         assert not (tmp_path / "run").exists()
+
+
+def test_what_nobody_asked_for_is_none_in_the_metrics() -> None:
+    """Training on the data's tokens alone makes no law of the target: NaN is no JSON."""
+    row = loop.per_step([[2.0, 1.0, float("nan"), 4.0, 1.0, 4.0, 4.0]])
+    assert row["one_minus_tv"] == [None]
+    assert (row["step_loss"], row["accuracy"]) == ([0.5], [0.25])
+    json.dumps(row, allow_nan=False)

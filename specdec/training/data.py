@@ -45,11 +45,6 @@ class Sample:
     mask_n: np.ndarray
     part_of: str | None = None
 
-    @property
-    def num_supervised(self) -> int:
-        """Supervised tokens that some row can predict: the first two of a document have none."""
-        return int(self.mask_n[2:].sum())
-
 
 class UnstableTemplate(ValueError):
     """A template that renders an assistant's turn differently once later turns follow."""

@@ -134,13 +134,13 @@ def fit(
         while run.step < run.num_steps and not stopping:
             began = time.perf_counter()
             picked = [samples[i] for i in data.picks(run.step, len(samples), settings.global_batch_size, seed)]
-            supervised = sum(sample.num_supervised for sample in picked)
+            supervised = sum(map(run.supervised, picked))
             micro_batches = run.share(picked)
             for place, micro in enumerate(micro_batches):
                 ready = time.perf_counter()
                 batch = source(micro)
                 if settings.loss_normalization == "samples":
-                    own = np.array([max(sample.num_supervised, 1) for sample in micro])
+                    own = np.array([max(run.supervised(sample), 1) for sample in micro])
                     batch.weight_B = supervised / len(picked) / own
                 computed = time.perf_counter()
                 window.features_s += computed - ready
@@ -329,6 +329,10 @@ class _Run:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
+    def supervised(self, sample: Sample) -> int:
+        """Supervised tokens that some row can predict: the first of a document have none."""
+        return int(sample.mask_n[self.drafter.lead :].sum())
+
     def share(self, picked: list[Sample]) -> list[list[Sample]]:
         """This process's micro-batches: samples dealt out by length, so that processes finish together."""
         by_length = sorted(picked, key=lambda sample: len(sample.token_n))
@@ -379,7 +383,7 @@ class _Run:
             with self.autocast():
                 loss, own = self.model(batch)
             total, sums = total + loss, sums + own
-            count += sum(sample.num_supervised for sample in part)
+            count += sum(map(self.supervised, part))
         self.model.train()
         found = per_step(sums.cpu().tolist())  # type: ignore[attr-defined]
         return {"val_loss": float(total) / max(count, 1)} | {f"val_{key}": value for key, value in found.items()}
