@@ -1191,3 +1191,23 @@ def test_modules_of_a_target_that_no_engine_has_a_class_for(tmp_path: Path, conv
     assert not (tmp_path / "shared").exists()
     assert share(f"checkpoint={run}", "format=native", f"out={tmp_path / 'native'}").code == 0
     assert checkpoint.method_of(tmp_path / "native") == "mtp"
+
+
+def test_a_drafter_says_its_own_method(tmp_path: Path, run: Path, conversations: Path, share: Cli) -> None:
+    """Where the command line has no method=, in our format and in a foreign one; where it has one, that counts."""
+    assert share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'raw'}").code == 0
+    pard = trained_by("pard", tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
+    small = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", "method.num_speculative_tokens=2")
+    for directory, name in ((run, "eagle3"), (tmp_path / "raw", "eagle3"), (pard, "pard")):
+        out_dir = tmp_path / f"out-{directory.name}"
+        done = call("run", *small, f"checkpoint={directory}", f"out_dir={out_dir}", cwd=tmp_path, folder=EVAL)
+        assert done.code == 0, done.err
+        summary = json.loads((out_dir / "summary.json").read_text())
+        assert summary["method"] == name
+        assert summary["lossless_said"].startswith("yes")
+    done = call("run", *small, "method=mlp", f"checkpoint={pard}", f"out_dir={tmp_path / 'no'}", cwd=tmp_path, folder=EVAL)
+    assert done.code == 1
+    assert "method=pard" in done.err
+    done = call("run", *small, f"checkpoint={tmp_path / 'nowhere'}", f"out_dir={tmp_path / 'no'}", cwd=tmp_path, folder=EVAL)
+    assert done.code == 1
+    assert "nowhere: no such directory" in done.err
