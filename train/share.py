@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -60,6 +61,8 @@ def run(cfg: dict[str, Any]) -> None:
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
     kind = checkpoint.method_of(source)
     lm = kind in causal_lm.WRITES
+    if measured is not None:
+        must_be_of(measured, source, kind, cfg["eval"])
     made = causal_lm.read(source, None, kind) if lm else checkpoint.load(source)
     target, given = None, cfg["target"] or (made.target.get("name") if holds_parts(made, cfg["format"]) else None)
     if given is not None:
@@ -76,34 +79,37 @@ def run(cfg: dict[str, Any]) -> None:
         cast = {key: x.to(dtype) if x.is_floating_point() else x for key, x in (made.tensors or {}).items()}
         made = replace(made, tensors=cast)
     measured = measured or trained(source)
+    note = None
     if measured and (name := measured.get("target")) and made.target.get("name") not in (None, name):
-        raise ValueError(
-            f"eval={cfg['eval']} measured on {name}, and the drafter is for {made.target['name']}; give its own run"
-        )
+        if cfg["eval"] is not None or not lm:
+            what = f"eval={cfg['eval']}" if cfg["eval"] is not None else "its training run"
+            raise ValueError(f"{what} measured on {name}, and the drafter is for {made.target['name']}; give its own run")
+        measured, note = None, f"Its training run measured on {name}, which says nothing about {made.target['name']}."
     before = provenance_of(source, cfg["checkpoint"])
     if lm and "name" not in made.target and (name := (before.get("identity") or {}).get("target")):
         made.target["name"] = name  # a model that stands on its own does not say whom it drafts for
     told = public(before)
+    count = drafted(made, cfg, measured)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         if cfg["format"] == "native" and lm:
-            causal_lm.write(made, temporary, "native")
+            causal_lm.save(temporary, made, source, told, "")
         elif cfg["format"] == "native":
             native.save(temporary, made, told, "")
         else:
-            checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"])
+            checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"], count)
             (temporary / "provenance.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
             if not linted(temporary, given, engine_of(cfg["format"], made.method), str(out)):
                 raise ValueError(f"{cfg['format']} would not load this drafter, for the reasons above; nothing was written")
-        (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary))
+        (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary, count, note))
         temporary.chmod(0o755)
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     report.show(f"written to {out}; serve it with:")
-    print(serve(made, cfg, measured))  # not wrapped, so that it can be copied
+    print(serve(made, cfg, count, cfg["push"] or str(cfg["out"])))  # not wrapped, so that it can be copied
     if cfg["push"] is not None:
         report.show(f"uploaded: {push(out, cfg['push'], cfg['private'])}")
 
@@ -166,13 +172,33 @@ def evaluated(directory: Path) -> dict[str, Any]:
     overall = summary.get("overall")
     if not isinstance(overall, dict) or "mean_acceptance_length" not in overall:
         raise ValueError(f"{directory / 'summary.json'} holds no acceptance; {what}")
-    keys = ("target", "dtype", "rejection", "method", "num_speculative_tokens", "sampling", "lossless_said", "environment")
+    keys = (
+        "target", "dtype", "rejection", "method", "speculative_config", "num_speculative_tokens", "sampling", "lossless_said",
+        "environment",
+    )  # fmt: skip
     return {
         "how": "eval/run.py",
         **{key: summary.get(key) for key in keys},
         "overall": {key: overall.get(key) for key in SHOWN},
         "categories": {name: {key: row.get(key) for key in SHOWN} for name, row in (summary.get("categories") or {}).items()},
     }
+
+
+def must_be_of(measured: dict[str, Any], source: Path, method: str, given: str) -> None:
+    """Raise ValueError unless it was this drafter that was evaluated: by its own directory, a link to it, or its run's."""
+    from specdec.checkpoint import native
+
+    spec = measured["speculative_config"] if isinstance(measured["speculative_config"], dict) else {}
+    name = spec.get("model") or (measured["target"] if method == "mtp" else None)  # modules that the target ships
+    if measured["method"] != method:
+        raise ValueError(f"eval={given} is of method {measured['method']!r}, and {source} is {method!r}; give its own run")
+    try:
+        directory = Path(str(name)).expanduser().resolve()
+        same = directory == source.parent.parent or native.find(str(name), spec.get("revision")).resolve() == source
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError(f"eval={given} is of the drafter {name}, and the checkpoint is {source}; give its own run")
 
 
 def trained(source: Path) -> dict[str, Any] | None:
@@ -223,10 +249,24 @@ def served(made: Any, cfg: dict[str, Any]) -> str:
     return cfg["serve_target"] or foreign.public_name(made) or "TARGET"
 
 
-def serve(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> str:
-    """The command that serves the drafter, from the hub's repository if it is pushed."""
-    name, target = cfg["push"] or Path(cfg["out"]).name, served(made, cfg)
-    count = cfg["num_speculative_tokens"] or (measured or {}).get("num_speculative_tokens") or made.config.get("n_predict") or 3
+def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> int:
+    """How many tokens to draft: as given, as measured, or as is usual. Raises ValueError for more than the drafter can."""
+    keys = {"mlp": "n_predict", "pard": "num_depths", "peagle": "num_depths", "mtp": "num_modules"}
+    key = keys.get(made.method, "")
+    most = made.config.get(key)
+    if key == "num_modules" and most == 1:  # used again for every token
+        most = None
+    given = cfg["num_speculative_tokens"]
+    if given is not None and most is not None and given > most:
+        raise ValueError(f"num_speculative_tokens={given} is over the {most} of this drafter ({key}); lower it")
+    usual = most if key == "n_predict" else 5 if cfg["format"] == "speculators" else 3
+    count = given or (measured or {}).get("num_speculative_tokens") or usual
+    return min(count, most or count)
+
+
+def serve(made: Any, cfg: dict[str, Any], count: int, name: str) -> str:
+    """The command that serves the drafter, which is found under that name."""
+    name, target = shlex.quote(name), served(made, cfg)
     if cfg["format"] == "native":
         return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
     if cfg["format"] == "sglang":
@@ -238,7 +278,7 @@ def serve(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> st
             f"--speculative-draft-model-path {name} --speculative-num-steps {count} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {count + 1}"
         )
-    spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
+    spec: dict[str, Any] = {"method": made.method, "model": shlex.split(name)[0], "num_speculative_tokens": count}
     if made.method == "peagle":
         spec |= {"method": "eagle3", "parallel_drafting": True}
     if made.method == "pard":
@@ -247,10 +287,18 @@ def serve(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> st
         spec["method"] = "mlp_speculator"
     if made.method == "mtp":
         return f"vllm serve {name} --speculative-config '{json.dumps({'method': 'mtp', 'num_speculative_tokens': count})}'"
-    return f"vllm serve {target} --speculative-config '{json.dumps(spec)}'"
+    return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(spec))}"
 
 
-def card(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None, told: dict[str, Any], directory: Path) -> str:
+def card(
+    made: Any,
+    cfg: dict[str, Any],
+    measured: dict[str, Any] | None,
+    told: dict[str, Any],
+    directory: Path,
+    count: int,
+    note: str | None,
+) -> str:
     """The README.md of what is shared."""
     from specdec.checkpoint import lint
 
@@ -274,13 +322,13 @@ def card(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None, told: 
         verdict = lint.loads(lint.check(directory))
         engines = [engine for engine in ("vllm", "sglang") if verdict[engine]]
     for engine in engines:
-        parts += ["```", serve(made, cfg | {"format": engine}, measured), "```", ""]
+        parts += ["```", serve(made, cfg | {"format": engine}, count, cfg["push"] or Path(cfg["out"]).name), "```", ""]
     if made.method == "mlp" and cfg["format"] != "native":
         parts += [
             "vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",
             "",
         ]
-    parts += ["## Acceptance", "", *acceptance(measured), "", "## Drafter", ""]
+    parts += ["## Acceptance", "", *acceptance(measured), *([note] if note else []), "", "## Drafter", ""]
     parts += [f"- {key}: {value}" for key, value in shape.items()]
     parts += [f"- {key}: {value}" for key, value in (made.config.get("geometry") or {}).items()]
     for path in sorted(directory.glob("*.safetensors")):

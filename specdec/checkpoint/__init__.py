@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from specdec.target import CausalLM
 
 # A format is a module with recognises(config, names of tensors), read(directory, config), write(checkpoint, directory, engine,
-# target, served), and WRITES: the engines that load it, for each method that it holds. The first that recognises a directory
-# reads it, so one that asks for less stands further back.
+# target, served, count), and WRITES: the engines that load it, for each method that it holds. The first that recognises a
+# directory reads it, so one that asks for less stands further back.
 FORMATS = ("speculators", "mlp_speculator", "mtp", "raw_eagle3", "raw_eagle", "causal_lm")
 # What others share and we cannot read, by a word of its config.json.
 UNREADABLE = ("medusa", "dflash", "dspark", "xpress", "domino", "hydra", "deepseek", "mtp", "minimax", "kimi")
@@ -61,18 +61,24 @@ def format_of(directory: Path, config: dict[str, Any]) -> Any:
 
 
 def write(
-    checkpoint: Checkpoint, directory: Path, engine: str, target: CausalLM | None = None, served: str | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: CausalLM | None = None,
+    served: str | None = None,
+    count: int | None = None,
 ) -> None:
     """Write a checkpoint as an engine loads it, into a directory that exists and nobody reads yet.
 
     engine: vllm, sglang or speculators. target: the loaded target, of which some formats hold parts; served: the name under
-    which the engine is given the target, if it is not the one that the checkpoint was trained with.
+    which the engine is given the target, if it is not the one that the checkpoint was trained with; count: how many tokens to
+    draft, where the format says it.
     """
     can: list[str] = []
     for name in FORMATS:
         module = importlib.import_module(f"specdec.checkpoint.{name}")
         if engine in module.WRITES.get(checkpoint.method, ()):
-            module.write(checkpoint, directory, engine, target, served)
+            module.write(checkpoint, directory, engine, target, served, count)
             return
         can += module.WRITES.get(checkpoint.method, ())
     raise ValueError(

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,6 +33,7 @@ CLUTTER = {
 }  # fmt: skip
 OURS = "specdec"  # a key of config.json that engines pass over
 WRITES = {"draft_model": ("vllm", "sglang"), "pard": ("vllm",)}
+DEEPEST = 1000  # layers that are built to be looked at
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 # what belongs to a tokenizer, and how a generation ends
 BESIDE = (
@@ -46,9 +48,27 @@ def recognises(config: dict[str, Any], names: set[str]) -> bool:
 
 
 def find(name: str | Path, revision: str | None = None) -> Path:
-    """The directory of a model: itself, `best` or else `last` of a training run, or whatever `hub.resolve` takes."""
+    """The directory of a model: itself, `best` or else `last` of a training run, or whatever `hub.resolve` takes. Raises
+    ValueError for a drafter of another method."""
     directory = Path(name).expanduser()
-    return native.find(directory) if directory.is_dir() else hub.resolve(str(name), revision)
+    found = native.find(directory) if directory.is_dir() else hub.resolve(str(name), revision)
+    if (kind := _drafter(found)) is not None:
+        raise ValueError(f"{found} is a drafter of method {kind!r}, and no causal LM; say method={kind}")
+    return found
+
+
+def _drafter(directory: Path) -> str | None:
+    """The method of a directory that holds a drafter of another kind; None for a model, and for what cannot be told."""
+    from specdec import checkpoint
+
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        if config.get("format") == native.FORMAT:
+            return str(config.get("method"))
+        kind = checkpoint.format_of(directory, config).__name__.rpartition(".")[2]
+    except (OSError, ValueError, AttributeError, TypeError):  # told where it is loaded
+        return None
+    return None if kind in ("causal_lm", "mtp") else checkpoint.method_of(directory)
 
 
 def read(name: str | Path, revision: str | None = None, method: str = "draft_model") -> Checkpoint:
@@ -67,6 +87,7 @@ def taken(model: Any, method: str, name: str) -> Checkpoint:
     config = {key: value for key, value in model.config.to_dict().items() if key not in CLUTTER}
     config |= {"architectures": [type(model).__name__]}
     tensors = {key: tensor.detach().float() for key, tensor in model.state_dict().items()}
+    native.finite(tensors, name)
     if config.get("tie_word_embeddings"):
         tensors.pop(named(model, model.get_output_embeddings()) + ".weight")
     facts = {"num_hidden_layers": config["num_hidden_layers"], "pard_token": mask_token(config), **(config.get(OURS) or {})}
@@ -74,8 +95,16 @@ def taken(model: Any, method: str, name: str) -> Checkpoint:
 
 
 def mask_token(config: dict[str, Any]) -> int | None:
-    """The token whose embedding stands for tokens that are not there yet, if a config.json names one."""
-    return next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+    """The token whose embedding stands for tokens that are not there yet, if a config.json names one. Raises ValueError where
+    that, or what stands beside it, is not what we write."""
+    told = config.get(OURS)
+    depths = told.get("num_depths") if isinstance(told, dict) else told
+    if depths is not None and (not isinstance(depths, int) or isinstance(depths, bool) or depths < 1):
+        raise ValueError(f"{OURS}.num_depths is {str(depths)[:40]!r} in config.json, and should be an integer of 1 or more")
+    found = next(((key, config[key]) for key in MASK_KEYS if config.get(key) is not None), None)
+    if found is not None and (not isinstance(found[1], int) or isinstance(found[1], bool)):
+        raise ValueError(f"{found[0]} is {str(found[1])[:40]!r} in config.json, and should be a token id")
+    return None if found is None else found[1]
 
 
 def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Checkpoint:
@@ -120,12 +149,44 @@ def build(checkpoint: Checkpoint) -> Any:
     return model.eval()
 
 
+def on_meta(config: dict[str, Any]) -> Any:
+    """The transformers model of a config.json, without memory. Raises ValueError, one line, where there is none."""
+    kind, deep = str(config.get("model_type")), (config.get("text_config") or config).get("num_hidden_layers")
+    if isinstance(deep, int) and deep > DEEPEST:
+        raise ValueError(f"num_hidden_layers={deep} is over {DEEPEST}")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(dict(config)))
+    except Exception as error:  # a config can be wrong in every way
+        raise ValueError(f"transformers makes no model of type {kind!r} from config.json ({first_line(error)})") from None
+
+
+def shapes(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Name and shape of every tensor of a model, and the names that may be absent. Raises ValueError where that cannot be
+    told."""
+    if config.get("quantization_config"):
+        raise ValueError("quantized weights have names of their own")
+    if get_checkpoint_conversion_mapping(str(config.get("model_type"))):
+        raise ValueError(f"models of type {config['model_type']!r} have other names in files than in transformers")
+    model = on_meta(config)
+    table = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    return table, {named(model, model.get_output_embeddings()) + ".weight"} if tied else set()
+
+
 def named(model: Any, part: Any) -> str:
     """The name of a module inside another."""
     return next(name for name, module in model.named_modules() if module is part)
 
 
-def write(checkpoint: Checkpoint, directory: Path, engine: str, target: Any = None, served: str | None = None) -> None:
+def write(
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: Any = None,
+    served: str | None = None,
+    count: int | None = None,
+) -> None:
     """The same model for an engine; all of them load it as any other."""
     save(directory, checkpoint, Path(checkpoint.name), {}, "")
 

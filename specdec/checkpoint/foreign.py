@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.checkpoint.native import Checkpoint, part_of
+from specdec.checkpoint.native import Checkpoint, finite, part_of
 from specdec.core import first_line, nearest
 from specdec.target import CausalLM
 
@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     **dict.fromkeys(
         ("hidden_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_hidden_layers",
-         "max_position_embeddings", "speculative_tokens", "inner_dim", "emb_dim", "n_predict"),
+         "max_position_embeddings", "speculative_tokens", "inner_dim", "emb_dim", "n_predict", "num_depths"),
         ("an integer of 0 or more", lambda value: _whole(value) and 0 <= value <= 2**31),
     ),
     **dict.fromkeys(("mask_token_id", "pard_token", "ptd_token_id"), ("a token id", lambda value: _whole(value))),
@@ -206,6 +206,7 @@ def matched(tensors: dict[str, Tensor], shapes: Shapes, name: str) -> dict[str, 
             raise ValueError(f"{name}: {key} is {tensor.dtype}; {'ids are integers' if key == 'd2t' else 'not a weight'}")
     if missing := sorted(set(shapes) - set(tensors)):
         raise ValueError(f"{name}: the weights lack {missing[0]!r}")
+    finite(tensors, name)
     return tensors
 
 
@@ -320,6 +321,8 @@ def check_vocabulary(tensors: dict[str, Tensor], vocab: int, name: str) -> None:
     """d2t gives each draft id another token of the target, and t2d, where there is one, says the same."""
     if "d2t" not in tensors:
         return
+    if tensors["d2t"].ndim != 1 or not len(tensors["d2t"]):
+        raise ValueError(f"{name}: d2t is {list(tensors['d2t'].shape)}, and should be one row, an offset for each draft token")
     offset = tensors["d2t"].long()
     ids = offset + torch.arange(len(offset))
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab or len(ids.unique()) < len(ids):
@@ -327,8 +330,10 @@ def check_vocabulary(tensors: dict[str, Tensor], vocab: int, name: str) -> None:
         hint = "; it looks like a list of ids, and should be id - position" if as_ids else ""
         raise ValueError(f"{name}: d2t does not map its {len(ids)} draft ids to different tokens of 0..{vocab - 1}{hint}")
     if "t2d" in tensors:
+        if tuple(tensors["t2d"].shape) != (vocab,):
+            raise ValueError(f"{name}: t2d is {list(tensors['t2d'].shape)}, and the target has {vocab} tokens")
         said = tensors["t2d"].bool().nonzero().flatten()
-        if len(tensors["t2d"]) != vocab or not torch.equal(said, ids.sort().values):
+        if not torch.equal(said, ids.sort().values):
             raise ValueError(f"{name}: t2d and d2t name different tokens; one of them is of another drafter")
 
 
@@ -349,6 +354,8 @@ def write_directory(
     if len(floats) == 1:
         config["torch_dtype"] = str(floats.pop()).removeprefix("torch.")
     config[OURS] = {"target": checkpoint.target | ({"name": public_name(checkpoint)} if public_name(checkpoint) else {})}
+    if "num_depths" in checkpoint.config:
+        config[OURS]["num_depths"] = checkpoint.config["num_depths"]
     if copied := sorted(copied):
         config[OURS]["copies"] = copied
     try:

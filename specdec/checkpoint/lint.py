@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from specdec import checkpoint, hub
 from specdec.checkpoint import causal_lm, foreign, mlp_speculator, mtp, native, raw_eagle, raw_eagle3
-from specdec.core import nearest
+from specdec.core import first_line, nearest
 
 ENGINES = {
     "vllm": "vLLM 0.33",
@@ -28,6 +29,7 @@ ENGINES = {
     "vllm_0_32": "vLLM <= 0.32",
 }
 EVERY = tuple(ENGINES)
+UNCOMPARED = "not compared"  # the rule of a warning that names and shapes are known to nobody here
 TODAY = ("vllm", "sglang", "speculators")
 Severity = Literal["error", "warning", "ok"]
 
@@ -44,8 +46,8 @@ class Finding:
 
 def check(directory: str | Path, target: str | Path | None = None) -> list[Finding]:
     """What each engine would make of a directory. target: the target's directory or name, to compare with; its weights are not
-    loaded but for the embedding, and only where the drafter has one."""
-    directory = Path(directory).expanduser()
+    loaded but for the embedding, and only where the drafter has one. Raises ValueError for a target that cannot be read."""
+    directory, theirs = Path(directory).expanduser(), _Target.of(target)
     seen = _Seen()
     try:
         config = foreign.read_config(directory)
@@ -57,19 +59,22 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
         kind = checkpoint.format_of(directory, config).__name__.rpartition(".")[2]
         # of a target with modules, only the modules are looked at
         tensors = mtp.held(directory, config) if kind == "mtp" else foreign.read_tensors(directory)
-        theirs = _Target.of(target)
         _weights(seen, config, tensors)
+        tensors = {key: t.float() if t.is_floating_point() and t.itemsize == 1 else t for key, t in tensors.items()}
         rules: dict[str, Any] = {
             "raw_eagle": _eagle, "raw_eagle3": _eagle3, "speculators": _speculators, "mlp_speculator": _mlp, "mtp": _mtp,
             "causal_lm": _causal_lm,
         }  # fmt: skip
         rules[kind](seen, config, tensors, theirs)
-        if kind == "mtp":
-            mtp.read(directory, config)
+        if kind == "mtp" and mtp.read(directory, config).config["own_lm_head"]:
+            text = "shared_head.head is not the target's lm_head, by which engines replace it; train with train_lm_head=false"
+            seen.error(("vllm", "sglang"), "lm_head", text)
+    except TargetError:
+        raise
     except ValueError as error:
         seen.error(EVERY, "file", str(error))
     for engine in EVERY:
-        if not any(found.engine == engine and found.severity == "error" for found in seen.findings):
+        if engine not in {found.engine for found in seen.findings if found.severity == "error" or found.rule == UNCOMPARED}:
             seen.add(engine, "ok", "whole", f"{len(tensors)} tensors, names and shapes as {ENGINES[engine]} wants them")
     return seen.findings
 
@@ -78,6 +83,10 @@ def loads(findings: Iterable[Finding]) -> dict[str, bool]:
     """The verdict for each engine: nothing was found that would keep it from loading the drafter as it was trained."""
     bad = {found.engine for found in findings if found.severity == "error"}
     return {engine: engine not in bad for engine in EVERY}
+
+
+class TargetError(ValueError):
+    """The target cannot be read, which says nothing about the drafter."""
 
 
 class _Seen:
@@ -111,9 +120,12 @@ class _Target:
     def of(cls, name: str | Path | None) -> _Target:
         if name is None:
             return cls()
-        directory = hub.resolve(str(name))
-        config = json.loads((directory / "config.json").read_text())  # engines may run a target's code; here nobody does
-        config = config.get("text_config", config)
+        try:
+            directory = hub.resolve(str(name))
+            config = json.loads((directory / "config.json").read_text())  # engines may run a target's code; here nobody does
+            config = config.get("text_config", config)
+        except (OSError, ValueError, AttributeError) as error:
+            raise TargetError(f"target={name} cannot be read ({first_line(error)})") from None
         keys = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
         return cls(directory, *(config.get(key) for key in keys))
 
@@ -121,13 +133,16 @@ class _Target:
         """Rows of the input embedding, read from the file; None if it has another name than usual."""
         from safetensors import safe_open
 
-        if self.directory is None:
+        if self.directory is None or not list(self.directory.glob("*.safetensors")):
             return None
-        for path in foreign.files(self.directory):
-            with safe_open(path, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if name.endswith("embed_tokens.weight"):
-                        return opened.get_tensor(name)
+        try:
+            for path in foreign.files(self.directory):
+                with safe_open(path, "pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118
+                        if name.endswith("embed_tokens.weight"):
+                            return opened.get_tensor(name)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise TargetError(f"target={self.directory} cannot be read ({first_line(error)}); fetch it again") from None
         return None
 
 
@@ -136,10 +151,17 @@ class _Target:
 
 def _weights(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Values, and the types that the config promises."""
+    quantized = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if not quantized and (tensor.itemsize == 1 or not tensor.is_floating_point()) and name not in ("d2t", "t2d"):
+            text = (
+                f"{name} is {str(tensor.dtype).removeprefix('torch.')}; weights are bfloat16, float16 or float32: write them so"
+            )
+            seen.error(EVERY, "dtype", text)
+        if not native.is_finite(tensor):
             seen.error(EVERY, "finite", f"{name} holds nan or inf; take another checkpoint")
-        if tensor.is_floating_point() and tensor.ndim > 1 and name != "mask_hidden" and not tensor.any():
+        values = tensor.float() if tensor.itemsize == 1 else tensor
+        if tensor.is_floating_point() and tensor.ndim > 1 and name != "mask_hidden" and not values.any():
             seen.error(EVERY, "finite", f"{name} is all zeros: it was never loaded or trained")
     types = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()})
     if len(types) > 1:
@@ -168,10 +190,12 @@ def depth_of(layer: dict[str, Any]) -> int:
     return foreign.integer(layer, "num_hidden_layers", "config.json", 1, most=foreign.DEEPEST)
 
 
-def _names(seen: _Seen, tensors: dict[str, Tensor], table: foreign.Shapes, engines: tuple[str, ...]) -> None:
+def _names(
+    seen: _Seen, tensors: dict[str, Tensor], table: foreign.Shapes, engines: tuple[str, ...], whole_names: bool = False
+) -> None:
     """Names and shapes against a table. vLLM raises for an unknown name, SGLang passes over it; what is missing stays random in
-    all of them."""
-    prefixed = [name for name in tensors if name.startswith("model.")]
+    all of them. whole_names: they have the prefix `model.` that a drafter's must not have."""
+    prefixed = [] if whole_names else [name for name in tensors if name.startswith("model.")]
     if prefixed:
         seen.error(engines, "prefix", f"{prefixed[0]}: the prefix `model.` is added while loading; write the name without it")
     for name, tensor in tensors.items():
@@ -232,12 +256,17 @@ def _vocabulary(seen: _Seen, tensors: dict[str, Tensor], draft: int, vocab: int,
     if tensors["d2t"].is_floating_point():
         seen.error(engines, "d2t", f"d2t is {tensors['d2t'].dtype}; ids are int64")
         return
+    if tuple(tensors["d2t"].shape) != (draft,):
+        seen.error(engines, "d2t", f"d2t is {list(tensors['d2t'].shape)}, and draft_vocab_size={draft} asks for {[draft]}")
+        return
     try:
         foreign.check_vocabulary({"d2t": tensors["d2t"]}, vocab, "d2t")
     except ValueError as error:
         seen.error(engines, "d2t", str(error).removeprefix("d2t: "))
         return
-    if "t2d" in tensors:
+    if "t2d" in tensors and tuple(tensors["t2d"].shape) != (vocab,):
+        seen.error(engines, "t2d", f"t2d is {list(tensors['t2d'].shape)}, and the target has {vocab} tokens; write {[vocab]}")
+    elif "t2d" in tensors:
         try:
             foreign.check_vocabulary({key: tensors[key] for key in ("d2t", "t2d")}, vocab, "t2d")
         except ValueError as error:
@@ -581,9 +610,22 @@ def _mtp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
         )
         seen.error(both, "model_type", text)
         return
-    key = "mtp_num_hidden_layers" if kind.startswith("qwen3_5") else "num_nextn_predict_layers"
-    if not config.get("text_config", config).get(key):
+    key, count = mtp.count_of(config)
+    there = len(mtp.traces(config, set(tensors)))
+    if not count:
         seen.error(both, key, f"no {key} in config.json: the modules would not be looked for")
+    elif count != there:
+        seen.error(both, key, f"{key}={count} in config.json, and the weights hold {there}; write what is there")
+    try:
+        table, optional = mtp.shapes(config, there)
+    except ValueError as error:
+        seen.warn(both, UNCOMPARED, f"names and shapes of the modules were not compared: {error}")
+    else:
+        if any(name.endswith("mlp.experts.gate_up_proj") for name in tensors):
+            seen.warn(both, UNCOMPARED, "experts in one tensor: their names and shapes were not compared")
+            tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+            table = {name: shape for name, shape in table.items() if ".mlp.experts." not in name}
+        _names(seen, tensors, {name: table[name] for name in table if name in tensors or name not in optional}, both, True)
     told = (config.get(foreign.OURS) or {}).get("mtp", {})
     zero = not kind.startswith(("qwen3_next", "qwen3_5"))
     for name, value in (("last_hidden_kind", "post_norm"), ("hidden_feedback", "own"), ("zero_first_embedding", zero)):
@@ -611,6 +653,17 @@ def _causal_lm(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], 
         seen.warn(both, "positions", text)
     if not config.get("tie_word_embeddings") and not any(name.endswith("lm_head.weight") for name in tensors):
         seen.error(both, "lm_head", "no lm_head.weight, and tie_word_embeddings is not true: drafts would be random")
+    key, count = mtp.count_of(config)
+    if count and str(config.get("model_type")).startswith(MTP_TYPES):
+        text = f"{key}={count} in config.json, and the weights hold no module: they were dropped; fetch the model again"
+        seen.error(both, key, text)
+    try:
+        table, optional = causal_lm.shapes(config)
+    except ValueError as error:
+        seen.warn(both, UNCOMPARED, f"names and shapes were not compared: {error}")
+    else:
+        held = {name: tensor for name, tensor in tensors.items() if "rotary_emb." not in name}  # of older files; idle
+        _names(seen, held, {name: table[name] for name in table if name in held or name not in optional}, both, True)
     if mask is None:
         return
     seen.error("sglang", "pard", "PARD drafts with mask tokens, which SGLang does not; vLLM serves it")

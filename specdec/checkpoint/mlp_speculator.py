@@ -86,7 +86,12 @@ def drop_copies(tensors: dict[str, Tensor], heads: int, name: str) -> None:
 
 
 def write(
-    checkpoint: Checkpoint, directory: Path, engine: str, target: CausalLM | None = None, served: str | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: CausalLM | None = None,
+    served: str | None = None,
+    count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
     hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.checkpoint import foreign
+from specdec.checkpoint import causal_lm, foreign
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import first_line
 from specdec.target import CausalLM
@@ -28,6 +28,9 @@ SHARD = "mtp.safetensors"
 _QWEN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "norm", "layers.0": "block"}
 _DEEPSEEK = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "norm"}  # all else is the layer's
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # DeepSeek's copies of the target's embedding and output layer
+_QWENS_OWN = re.compile(r"mtp\.(fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\.")
+_DEEPSEEKS_OWN = re.compile(r"model\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.")
+_NUMBERED = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -53,8 +56,48 @@ def _modules(config: dict[str, Any], names: set[str]) -> dict[int, str]:
     return found
 
 
+def traces(config: dict[str, Any], names: set[str]) -> list[str]:
+    """Prefixes under which there is anything of a module, whole or not."""
+    if any(_QWENS_OWN.match(name) for name in names):
+        return ["mtp."]
+    first = _text(config).get("num_hidden_layers")
+    numbered = [(int(found[1]), name) for name in names if (found := _NUMBERED.match(name))]
+    later = {i for i, _ in numbered if isinstance(first, int) and i >= first}
+    if not any(i in later and _DEEPSEEKS_OWN.match(name) for i, name in numbered):
+        return []
+    return [f"model.layers.{i}." for i in sorted(later)]
+
+
 def recognises(config: dict[str, Any], names: set[str]) -> bool:
-    return bool(_modules(config, names))
+    return bool(traces(config, names))
+
+
+def count_of(config: dict[str, Any]) -> tuple[str, Any]:
+    """How many modules a config speaks of, and the key that engines read."""
+    text = _text(config)
+    qwen3_5 = str(text.get("model_type")).startswith("qwen3_5")
+    key = "mtp_num_hidden_layers" if qwen3_5 else "num_nextn_predict_layers"
+    return key, text.get(key)
+
+
+def shapes(config: dict[str, Any], count: int) -> tuple[foreign.Shapes, set[str]]:
+    """Name and shape of every tensor of so many modules of a target, experts one by one, and the names that may be absent:
+    copies of the target's. Raises ValueError where that cannot be told."""
+    if config.get("quantization_config") or _text(config).get("quantization_config"):
+        raise ValueError("quantized weights have names of their own")
+    model = causal_lm.on_meta(config)
+    text, decoder = model.config.get_text_config(), model.get_decoder()
+    qwen = _naming(str(text.model_type)) == "qwen"
+    full = [i for i, kind in enumerate(getattr(text, "layer_types", None) or []) if kind == "full_attention"]
+    parts = {f"block.{key}": part for key, part in decoder.layers[full[-1] if full else -1].state_dict().items()}
+    for norm in ("enorm", "hnorm", "norm"):
+        parts |= {f"{norm}.{key}": part for key, part in decoder.norm.state_dict().items()}
+    parts["eh_proj.weight"] = torch.empty(text.hidden_size, 2 * text.hidden_size, device="meta")
+    own = {_theirs(key, qwen): tuple(part.shape) for key, part in _experts_apart(parts).items()}
+    copied = {} if qwen else dict.fromkeys(_SHARED, (text.vocab_size, text.hidden_size))
+    prefixes = ["mtp."] if qwen else [f"model.layers.{text.num_hidden_layers + i}." for i in range(count)]
+    table = {f"{prefix}{key}": shape for prefix in prefixes for key, shape in (own | copied).items()}
+    return table, {f"{prefix}{key}" for prefix in prefixes for key in copied}
 
 
 def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
@@ -65,7 +108,13 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
     prefixes = _modules(config, names)
     told = text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0
     if not prefixes:
-        what = f"its config speaks of {told}, and the weights hold none: they were dropped" if told else "it ships none"
+        what = (
+            "parts of some are there, without the enorm.weight or mtp.fc.weight that marks one"
+            if traces(config, names)
+            else f"its config speaks of {told}, and the weights hold none: they were dropped"
+            if told
+            else "it ships none"
+        )
         raise ValueError(
             f"{directory}: no multi-token-prediction modules ({what}); train some with train/mtp.py and give model=DIR "
             "(eval/run.py: checkpoint=DIR)"
@@ -101,8 +150,8 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
 
 
 def held(directory: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The modules' tensors under their own names."""
-    prefixes = _modules(config, set(foreign.shapes_of(directory))).values()
+    """The modules' tensors under their own names, whole or not."""
+    prefixes = traces(config, set(foreign.shapes_of(directory)))
     return {f"{prefix}{name}": tensor for prefix in prefixes for name, tensor in _tensors(directory, prefix).items()}
 
 
@@ -164,6 +213,14 @@ def _experts_joined(tensors: dict[str, Tensor], directory: Path) -> dict[str, Te
             for key in ("gate", "up", "down"):
                 if e not in of.get(key, {}):
                     raise ValueError(f"{directory}: the weights lack '{prefix}.{e}.{key}_proj.weight'; fetch them again")
+        for key in ("gate", "up", "down"):
+            first = "up" if key == "gate" else key  # these two are one tensor
+            for e in range(count):
+                if of[key][e].shape != of[first][0].shape:
+                    raise ValueError(
+                        f"{directory}: '{prefix}.{e}.{key}_proj.weight' is {list(of[key][e].shape)}, and expert 0 has "
+                        f"{list(of[first][0].shape)}; fetch them again"
+                    )
         gate, up, down = ([of[key][e] for e in range(count)] for key in ("gate", "up", "down"))
         joined[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
         joined[f"{prefix}.down_proj"] = torch.stack(down)
@@ -185,7 +242,12 @@ def _experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(
-    checkpoint: Checkpoint, directory: Path, engine: str, target: CausalLM | None = None, served: str | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: CausalLM | None = None,
+    served: str | None = None,
+    count: int | None = None,
 ) -> None:
     """A copy of the target with these modules in it, in place of any that it ships."""
     assert checkpoint.tensors is not None
@@ -201,18 +263,14 @@ def write(
     text, qwen, count = _text(config), _naming(target.config.model_type) == "qwen", checkpoint.config["num_modules"]
     if qwen and count > 1:
         raise ValueError(f"{checkpoint.name}: {count} modules, and Qwen3-Next's naming has one; train num_modules=1")
-    own_head = checkpoint.tensors.get("lm_head.weight")
-    if own_head is not None and qwen:
+    if checkpoint.config.get("own_lm_head"):
         raise ValueError(
-            f"{checkpoint.name}: an output layer of its own, which Qwen3-Next's modules do not have; train with "
+            f"{checkpoint.name}: an output layer of its own, which engines replace by the target's; train with "
             "train.init.train_lm_head=false"
         )
     tensors = {}
     first = text["num_hidden_layers"]
     for name, tensor in _experts_apart(checkpoint.tensors).items():
-        if name == "lm_head.weight":
-            tensors[f"model.layers.{first}.shared_head.head.weight"] = tensor
-            continue
         _, i, rest = name.split(".", 2)
         tensors[("mtp." if qwen else f"model.layers.{first + int(i)}.") + _theirs(rest, qwen)] = tensor
     text["mtp_num_hidden_layers" if target.config.model_type.startswith("qwen3_5") else "num_nextn_predict_layers"] = count

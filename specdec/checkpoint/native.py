@@ -24,6 +24,7 @@ from specdec.core import first_line, nearest
 from specdec.target import CausalLM
 
 FORMAT = "specdec-drafter"
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass
@@ -53,9 +54,27 @@ class Checkpoint:
         for key, tensor in (self.copies or {}).items():
             if not _same(tensor, part_of(target, key)):
                 raise ValueError(
-                    f"{self.name} has a part of its own, {key}, which is not that of {target.name}; ours share the target's: "
-                    "use the target that it was trained for, or a drafter whose copy was not trained"
+                    f"{self.name} has a part of its own, {key}, which is not that of {target.name}; a trained "
+                    f"{'embedding' if key.startswith('embed') else 'output layer'} is not supported here, ours share the "
+                    "target's: use the target that it was trained for, or a drafter whose copy was not trained"
                 )
+        if self.config.get(IDS, ()) is None:
+            engines_default(target.num_layers, self.name)
+
+
+def default_ids(num_layers: int) -> list[int]:
+    """What vLLM and SGLang tap where a checkpoint names nothing."""
+    return [2, num_layers // 2, num_layers - 3]
+
+
+def engines_default(num_layers: int, name: str) -> list[int]:
+    """The same. Raises ValueError, one line, if they are not three."""
+    ids = default_ids(num_layers)
+    if not 0 < ids[0] < ids[1] < ids[2]:
+        raise ValueError(
+            f"{name}: no {IDS} in its config, and the default {ids} of {num_layers} layers is not three of them; write the ids"
+        )
+    return ids
 
 
 def part_of(target: CausalLM, key: str) -> Tensor:
@@ -127,6 +146,7 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
         tensors = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{directory}: model.safetensors cannot be read ({first_line(error)})") from None
+    finite(tensors, str(directory))
     return Checkpoint(config["method"], config["drafter"], config["target"], tensors, str(directory))
 
 
@@ -149,6 +169,7 @@ def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """Load the tensors into a module. A name or a shape that does not fit is a ValueError; nothing stays as it was drawn."""
     assert checkpoint.tensors is not None
     own = module.state_dict()
+    finite(checkpoint.tensors, checkpoint.name)
     for key, tensor in checkpoint.tensors.items():
         if key not in own:
             raise ValueError(f"{checkpoint.name}: unknown tensor {key!r}; {nearest(key, own)}")
@@ -160,7 +181,23 @@ def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
             )
     if missing := sorted(set(own) - set(checkpoint.tensors)):
         raise ValueError(f"{checkpoint.name}: the weights lack {missing[0]!r}")
+    if "d2t" in own and not own["d2t"].numel():
+        raise ValueError(f"{checkpoint.name}: d2t is empty: no token could be drafted; take another checkpoint")
     module.load_state_dict(checkpoint.tensors)
+
+
+def finite(tensors: dict[str, Tensor], name: str) -> None:
+    """Raise ValueError, one line, for nan or inf."""
+    for key, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ValueError(f"{name}: {key} holds nan or inf; take another checkpoint")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Also of types of 8 bits, of which torch cannot say it."""
+    if not tensor.is_floating_point():
+        return True
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
 
 
 def provenance(**more: Any) -> dict[str, Any]:

@@ -68,7 +68,12 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
 
 
 def write(
-    checkpoint: Checkpoint, directory: Path, engine: str, target: CausalLM | None = None, served: str | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: CausalLM | None = None,
+    served: str | None = None,
+    count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
     hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.checkpoint import foreign, raw_eagle
 from specdec.checkpoint.foreign import Shapes
-from specdec.checkpoint.native import Checkpoint
+from specdec.checkpoint.native import IDS, Checkpoint, default_ids, engines_default
 from specdec.target import CausalLM
 
 WRITES = {"eagle3": ("vllm", "sglang"), "peagle": ("vllm",)}
@@ -29,7 +29,6 @@ ARCHITECTURES = {
     "PeagleLlamaForCausalLM": "llama", "Eagle3MiniMaxM2ForCausalLM": "llama", "Eagle3Qwen2_5vlForCausalLM": "llama",
     "Eagle3Qwen3vlForCausalLM": "llama", "Eagle3Qwen3ForCausalLM": "qwen3", "PeagleQwen3ForCausalLM": "qwen3",
 }  # fmt: skip
-IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM's order
 KNOWN = {
@@ -41,6 +40,7 @@ KNOWN = {
     "num_aux_hidden_states",
     "eagle_config",
     "use_aux_norm",
+    "num_depths",
 }
 OLD_NAMES = {"midlayer.": "layers.0.", "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
@@ -132,6 +132,12 @@ def assembled(
         if not isinstance(mask, int) or not 0 <= mask < vocab:
             raise ValueError(f"{name}: P-EAGLE's mask token is {mask!r}; give an id of 0..{vocab - 1} as mask_token_id")
         own["mask_token_id"] = mask
+    depths = (config.get(foreign.OURS) or {}).get("num_depths")
+    depths = config.get("num_depths") if depths is None else depths
+    if depths is not None:
+        if not peagle:
+            raise ValueError(f"{name}: num_depths={depths} is P-EAGLE's, and the weights are those of eagle3; remove the key")
+        own["num_depths"] = foreign.integer({"num_depths": depths}, "num_depths", name)
 
     foreign.check_vocabulary(tensors, vocab, name)
     tensors.pop("t2d", None)
@@ -166,7 +172,7 @@ def layer_ids(config: dict[str, Any], num_layers: int | None, name: str) -> list
     """Tapped layers, id i entering layer i; None where the engines' default is meant and the target's depth is not known."""
     top, nested = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
     if top is None and nested is None:
-        return None if num_layers is None else default_ids(num_layers)
+        return None if num_layers is None else engines_default(num_layers, name)
     for given in (top, nested):
         whole = isinstance(given, list) and given and all(isinstance(i, int) and not isinstance(i, bool) for i in given)
         if given is not None and (not whole or given != sorted(set(given))):
@@ -179,13 +185,13 @@ def layer_ids(config: dict[str, Any], num_layers: int | None, name: str) -> list
     return top if top is not None else shifted
 
 
-def default_ids(num_layers: int) -> list[int]:
-    """What vLLM and SGLang tap where a checkpoint names nothing."""
-    return [2, num_layers // 2, num_layers - 3]
-
-
 def write(
-    checkpoint: Checkpoint, directory: Path, engine: str, target: CausalLM | None = None, served: str | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: CausalLM | None = None,
+    served: str | None = None,
+    count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
     hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")

@@ -21,7 +21,7 @@ VERSION = "0.9.0"
 NUM_SPECULATIVE_TOKENS = 5  # what `vllm serve` drafts where nobody says otherwise
 KNOWN = {
     raw_eagle3.IDS, *raw_eagle3.FLAGS, "mask_token_id", "draft_vocab_size", "target_hidden_size", "speculators_model_type",
-    "speculators_version", "speculators_config", "transformer_layer_config", "embed_requires_grad", "provenance",
+    "speculators_version", "speculators_config", "transformer_layer_config", "embed_requires_grad", "provenance", "num_depths",
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
             f"{name}: norm_before_residual is missing, and is false in speculators and true in vLLM by default; write it"
         )
     ids = raw_eagle3.layer_ids({raw_eagle3.IDS: config.get(raw_eagle3.IDS)}, facts.get("num_hidden_layers"), name)
-    keys = {key: config.get(key) for key in ("draft_vocab_size", "target_hidden_size", "mask_token_id")}
+    keys = {key: config.get(key) for key in ("draft_vocab_size", "target_hidden_size", "mask_token_id", "num_depths")}
     found = raw_eagle3.assembled(
         name, layer | keys | {foreign.OURS: config.get(foreign.OURS)}, tensors, ids, flags, layer["model_type"], facts
     )
@@ -59,8 +59,14 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
 
 
 def write(
-    checkpoint: Checkpoint, directory: Path, engine: str, target: CausalLM | None = None, served: str | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    engine: str,
+    target: CausalLM | None = None,
+    served: str | None = None,
+    count: int | None = None,
 ) -> None:
+    count = count or min(NUM_SPECULATIVE_TOKENS, checkpoint.config.get("num_depths") or NUM_SPECULATIVE_TOKENS)
     own, tensors, kind = checkpoint.config, dict(checkpoint.tensors or {}), checkpoint.method
     hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")
     shared = ["embed_tokens.weight", *(["lm_head.weight"] if not own["own_lm_head"] else [])]
@@ -82,7 +88,7 @@ def write(
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": NUM_SPECULATIVE_TOKENS,
+                    "speculative_tokens": count,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
