@@ -22,12 +22,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_cli import OFFLINE, Cli, call, rows_of
+from test_drafters import changed, made_once
 from torch import Tensor
 from transformers import AutoConfig
 
 from specdec import checkpoint, hub, method
 from specdec.chain import ChainDrafter
-from specdec.checkpoint import foreign, lint, mlp_speculator, native
+from specdec.checkpoint import causal_lm, foreign, lint, mlp_speculator, native
+from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
 from specdec.drafter import Init
@@ -1211,3 +1213,282 @@ def test_a_drafter_says_its_own_method(tmp_path: Path, run: Path, conversations:
     done = call("run", *small, f"checkpoint={tmp_path / 'nowhere'}", f"out_dir={tmp_path / 'no'}", cwd=tmp_path, folder=EVAL)
     assert done.code == 1
     assert "nowhere: no such directory" in done.err
+
+
+# ------------------------------------------------------------------------------------------- what is held against a table
+
+MODULES = [
+    "deepseek-moe", "deepseek-2-dense-q-lora", "deepseek-2-moe", "qwen3-next-moe", "qwen3-next-dense",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ships(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("ships")
+    return lambda name: made_once(name, root)
+
+
+def of(findings: list[lint.Finding], engine: str, severity: str = "error") -> str:
+    """What was said about one engine, in one text."""
+    return " ".join(f"[{one.rule}] {one.text}" for one in findings if (one.engine, one.severity) == (engine, severity))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
+    """Every tensor that is missing, renamed or of another shape is found by name; the published ones are as wanted."""
+    config = json.loads((ships(name) / "config.json").read_text())
+    told = {"num_nextn_predict_layers": len(shipped.traces(config, set(foreign.shapes_of(ships(name)))))}
+    whole = changed(ships(name), tmp_path / "whole", lambda held: None)
+    edited(whole, **told)
+    assert verdict(whole) == {"vllm", "sglang"}, lint.check(whole)
+    assert "names and shapes as vLLM 0.33 wants" in of(lint.check(whole), "vllm", "ok")
+    names = sorted(shipped.held(whole, config))
+    optional = ("embed_tokens.weight", "shared_head.head.weight")
+    for i, key in enumerate(names):
+        if key.endswith(optional) or (".experts." in key and ".experts.1." not in key):
+            continue
+
+        def spoil(held: dict[str, Tensor], key: str = key, how: int = i % 3) -> None:
+            tensor = held.pop(key)
+            if how:
+                held[key if how == 1 else key + "s"] = torch.cat([tensor, tensor])
+
+        bad = changed(whole, tmp_path / f"bad-{i}", spoil)
+        assert f"{key}" in of(lint.check(bad), "vllm"), (key, lint.check(bad))
+        assert not {"vllm", "sglang"} & verdict(bad)
+
+
+def test_modules_that_the_config_counts_otherwise(ships: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = ships("deepseek-moe")
+    two = edited(changed(whole, tmp_path / "two", lambda held: None), num_nextn_predict_layers=2)
+    assert "num_nextn_predict_layers=2 in config.json, and the weights hold 1" in of(lint.check(two), "vllm")
+    dropped = changed(whole, tmp_path / "dropped", lambda held: [held.pop(key) for key in list(held) if ".layers.3." in key])
+    assert "[num_nextn_predict_layers]" in of(lint.check(dropped), "vllm")
+    assert not verdict(dropped)
+    packed = edited(changed(whole, tmp_path / "packed", lambda held: None), quantization_config={"quant_method": "fp8"})
+    found = lint.check(packed)
+    assert "[not compared]" in of(found, "vllm", "warning")
+    assert not of(found, "vllm", "ok")
+
+
+def test_an_output_layer_of_a_module_is_lost(ships: Callable[[str], Path], tmp_path: Path, one_line: Any) -> None:
+    """Engines give modules the target's output layer."""
+    key = "model.layers.3.shared_head.head.weight"
+    own = changed(ships("deepseek-moe"), tmp_path / "own", lambda held: held[key].add_(0.3))
+    for engine in ("vllm", "sglang"):
+        assert "[lm_head] shared_head.head is not the target's" in of(lint.check(own), engine)
+    made, target = shipped.read(own), CausalLM(own, "float32", "cpu")
+    (tmp_path / "out").mkdir()
+    one_line(lambda: checkpoint.write(made, tmp_path / "out", "vllm", target), "train.init.train_lm_head=false")
+
+
+def test_experts_of_unequal_shapes(ships: Callable[[str], Path], tmp_path: Path, one_line: Any) -> None:
+    key = "model.layers.3.mlp.experts.2.up_proj.weight"
+    bad = changed(ships("deepseek-moe"), tmp_path / "bad", lambda held: held.update({key: held[key][1:]}))
+    one_line(lambda: shipped.read(bad), "experts.2.up_proj.weight", "expert 0 has")
+    assert "experts.2.up_proj.weight" in of(lint.check(bad), "vllm")
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gemma3"])
+def test_a_draft_model_is_held_against_its_config(name: str, tmp_path: Path) -> None:
+    source = hub.resolve(name)
+    assert verdict(source, name) == {"vllm", "sglang"}, lint.check(source, name)
+    assert of(lint.check(source), "vllm", "ok")
+    key = "model.layers.1.mlp.up_proj.weight"
+    cases: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+        "lacks": (lambda held: held.pop(key), f"[names] the weights lack {key!r}"),
+        "renamed": (lambda held: held.update({key + "s": held.pop(key)}), f"[names] the weights lack {key!r}"),
+        "shape": (lambda held: held.update({key: held[key][1:]}), f"[shape] {key} is"),
+        "integers": (lambda held: held.update({key: held[key].int()}), f"[dtype] {key} is int32"),
+        "float8": (lambda held: held.update({key: held[key].to(torch.float8_e4m3fn)}), f"[dtype] {key} is float8_e4m3fn"),
+    }
+    for case, (change, words) in cases.items():
+        bad = changed(source, tmp_path / case, change)
+        for engine in ("vllm", "sglang"):
+            assert words in of(lint.check(bad), engine), lint.check(bad)
+    other = edited(changed(source, tmp_path / "other", lambda held: None), model_type="mixtral")
+    assert "[not compared]" in of(lint.check(other), "vllm", "warning")
+    assert not of(lint.check(other), "vllm", "ok")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "rule"),
+    [
+        ("eagle3", lambda held: held.update({"fc.weight": held["fc.weight"].int()}), "[dtype] fc.weight is int32"),
+        (
+            "eagle3",
+            lambda held: held.update({"fc.weight": held["fc.weight"].to(torch.float8_e5m2)}),
+            "[dtype] fc.weight is float8_e5m2",
+        ),
+        ("mlp", lambda held: held.update({"speculator.emb.0.weight": held["speculator.emb.0.weight"].long()}), "emb.0.weight"),
+        ("eagle3-reduced", lambda held: held.update({"d2t": held["d2t"][:-1]}), "[d2t] d2t is"),
+        ("eagle3-reduced", lambda held: held.update({"d2t": held["d2t"][None]}), "[d2t] d2t is"),
+        ("eagle3-reduced", lambda held: held.update({"d2t": held["d2t"][:0]}), "[d2t] d2t is [0]"),
+        ("eagle3-reduced", lambda held: held.update({"t2d": held["t2d"][:-1]}), "[t2d] t2d is"),
+    ],
+)
+def test_types_and_maps_that_are_none(name: str, change: Any, rule: str, tmp_path: Path, one_line: Any) -> None:
+    edited(written(tmp_path, name, "vllm"), change)
+    engine = "vllm_0_32" if name == "mlp" else "vllm"
+    assert rule in of(lint.check(tmp_path), engine), lint.check(tmp_path)
+    if "float8" not in rule:  # whose values are what they are
+        one_line(lambda: Eagle3(loaded(), checkpoint.load(tmp_path), 1))
+
+
+def test_what_is_not_finite_is_not_loaded(tmp_path: Path, one_line: Any) -> None:
+    spoiled = lambda held: held[next(key for key in sorted(held) if held[key].is_floating_point())].fill_(torch.nan)
+    raw = edited(written(tmp_path / "raw", "eagle3", "vllm"), spoiled)
+    one_line(lambda: checkpoint.load(raw), "holds nan or inf")
+    (tmp_path / "native").mkdir()
+    native.save(tmp_path / "native", trained("eagle3"), {}, "")
+    held = load_file(tmp_path / "native" / "model.safetensors")
+    held["norm.weight"][3] = torch.inf
+    save_file(held, tmp_path / "native" / "model.safetensors")
+    one_line(lambda: checkpoint.load(tmp_path / "native"), "norm.weight holds nan or inf")
+    made = trained("eagle3")
+    assert made.tensors is not None
+    made.tensors["norm.weight"] = torch.full((HIDDEN,), torch.nan)
+    one_line(lambda: Eagle3(loaded(), made, 1), "norm.weight holds nan or inf")
+    lm = changed(hub.resolve("tiny-llama"), tmp_path / "lm", spoiled)
+    one_line(lambda: causal_lm.read(lm), "holds nan or inf")
+
+
+def test_a_target_that_cannot_be_read_is_no_fault_of_the_drafter(tmp_path: Path, one_line: Any, share: Cli) -> None:
+    rows = loaded().model.get_input_embeddings().weight.detach()
+    edited(written(tmp_path / "raw", "eagle3", "vllm"), put(embed_tokens__weight=rows))
+    one_line(lambda: lint.check(tmp_path / "raw", "tiny-lama"), "target=tiny-lama")
+    assert "target=tiny-lama cannot be read" in share("lint=raw", "target=tiny-lama").error
+    cut = changed(hub.resolve("tiny-llama"), tmp_path / "cut", lambda held: None)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-100])
+    one_line(lambda: lint.check(tmp_path / "raw", cut), f"target={cut} cannot be read")
+
+
+def test_num_depths_of_a_peagle_comes_back(tmp_path: Path, one_line: Any) -> None:
+    made = trained("peagle")
+    made.config["num_depths"] = 4
+    for engine in ("vllm", "speculators"):
+        (tmp_path / engine).mkdir()
+        checkpoint.write(made, tmp_path / engine, engine, loaded(), None, 4)
+        same(checkpoint.load(tmp_path / engine), made)
+        config = json.loads((tmp_path / engine / "config.json").read_text())
+        assert config["specdec"]["num_depths"] == 4
+        del config["specdec"]["num_depths"]
+        (tmp_path / engine / "config.json").write_text(json.dumps(config | {"num_depths": 4}))
+        same(checkpoint.load(tmp_path / engine), made)
+        edited(tmp_path / engine, num_depths=0)
+        one_line(lambda engine=engine: checkpoint.load(tmp_path / engine), "num_depths", "1..")
+    told = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]
+    assert told["proposal_methods"][0]["speculative_tokens"] == 4
+    edited(written(tmp_path / "eagle3", "eagle3", "vllm"), num_depths=4)
+    one_line(lambda: checkpoint.load(tmp_path / "eagle3"), "num_depths=4", "P-EAGLE")
+
+
+def test_what_a_pard_says_of_itself_is_looked_at(tmp_path: Path, one_line: Any) -> None:
+    lm = edited(changed(hub.resolve("tiny-llama"), tmp_path / "lm", lambda held: None), pard_token=259)
+    for told in ({"num_depths": "four"}, {"num_depths": 0}, {"num_depths": True}, [4]):
+        edited(lm, specdec=told)
+        one_line(lambda: causal_lm.read(lm, None, "pard"), "should be an integer of 1 or more")
+        one_line(lambda: method.build("pard", loaded(), model=str(lm), num_speculative_tokens=2))
+    edited(lm, specdec=None, pard_token="x")
+    one_line(lambda: causal_lm.read(lm, None, "pard"), "pard_token", "token id")
+
+
+def test_default_layers_that_are_not_three(tmp_path: Path, one_line: Any) -> None:
+    edited(written(tmp_path, "eagle3-layers", "vllm"), eagle_aux_hidden_state_layer_ids=None, eagle_config=None)
+    one_line(lambda: checkpoint.load(tmp_path), "[2, 2, 1] of 4 layers", "write the ids")
+    edited(tmp_path, specdec=None)
+    one_line(lambda: Eagle3(loaded(), checkpoint.load(tmp_path), 1), "[2, 2, 1] of 4 layers", "write the ids")
+
+
+def test_a_drafter_is_no_draft_model(tmp_path: Path, one_line: Any) -> None:
+    (tmp_path / "native").mkdir()
+    native.save(tmp_path / "native", trained("eagle3"), {}, "")
+    written(tmp_path / "raw", "eagle3", "vllm")
+    for kind in ("native", "raw"):
+        directory = tmp_path / kind
+        one_line(lambda directory=directory: causal_lm.read(directory), "drafter of method 'eagle3'", "method=eagle3")
+        for name in ("draft_model", "pard"):
+            build = partial(method.build, name, loaded(), model=str(directory), num_speculative_tokens=2)
+            one_line(build, "drafter of method 'eagle3'")
+
+
+def test_a_trained_embedding_is_not_supported(tmp_path: Path, one_line: Any) -> None:
+    edited(written(tmp_path, "eagle3", "vllm"), put(embed_tokens__weight=torch.randn(VOCAB, HIDDEN)))
+    one_line(lambda: Eagle3(loaded(), checkpoint.load(tmp_path), 1), "a trained embedding is not supported here")
+
+
+# ------------------------------------------------------------------------------------------------ whose numbers, what command
+
+
+def test_an_evaluation_must_be_of_this_drafter(run: Path, evaluation: Path, share: Cli, tmp_path: Path) -> None:
+    """By its run, its best or last, the step, or a link to one of them; not another drafter's, nor another method's."""
+    summary = json.loads((evaluation / "summary.json").read_text())
+    step = (run / "best").resolve()
+    (tmp_path / "link").symlink_to(run)
+
+    def shared(i: int, **changes: Any) -> Any:
+        (tmp_path / f"eval-{i}").mkdir()
+        told = summary | changes
+        (tmp_path / f"eval-{i}" / "summary.json").write_text(json.dumps(told))
+        return share(f"checkpoint={run}", f"out=out-{i}", f"eval=eval-{i}")
+
+    def of_model(name: Any) -> dict[str, Any]:
+        return {"speculative_config": summary["speculative_config"] | {"model": str(name)}}
+
+    for i, name in enumerate((run, run / "best", step, tmp_path / "link", "link/best")):
+        done = shared(i, **of_model(name))
+        assert done.code == 0, done.err
+    (tmp_path / "copy").mkdir()
+    native.save(tmp_path / "copy", native.load(run), {}, "")
+    for i, name in enumerate((tmp_path / "copy", "nowhere"), 10):
+        assert f"is of the drafter {name}" in shared(i, **of_model(name)).error
+    assert "method 'eagle'" in shared(20, method="eagle").error
+    assert "is of the drafter None" in shared(21, speculative_config={}).error
+    assert not list(tmp_path.glob("out-1?")) + list(tmp_path.glob("out-2?"))
+
+
+@pytest.mark.parametrize(("name", "key", "most"), [("peagle", "num_depths", 4), ("mlp", "n_predict", 3)])
+def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    made = trained(name)
+    made.config[key] = most
+    native.save(tmp_path / "ours", made, {}, "")
+    error = share("checkpoint=ours", "out=x", f"num_speculative_tokens={most + 1}").error
+    assert f"num_speculative_tokens={most + 1} is over the {most} of this drafter ({key})" in error
+    done = share("checkpoint=ours", "out=x", f"num_speculative_tokens={most}")
+    assert done.code == 0, done.err
+    assert f'"num_speculative_tokens": {most}' in done.out
+
+
+def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained("eagle3"), {}, "")
+    for i, (given, count) in enumerate((((), 5), (("num_speculative_tokens=7",), 7))):
+        done = share("checkpoint=ours", "format=speculators", f"out=out-{i}", *given)
+        assert done.code == 0, done.err
+        config = json.loads((tmp_path / f"out-{i}" / "config.json").read_text())
+        assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
+        assert f'"num_speculative_tokens": {count}' in done.out
+
+
+def test_a_command_names_the_directory_as_it_was_given(share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    native.save(tmp_path / "ours", trained("eagle3"), {}, "")
+    for out in ("some/where", str(tmp_path / "far")):
+        done = share("checkpoint=ours", f"out={out}")
+        assert f'"model": "{out}"' in done.out
+        assert f'"model": "{Path(out).name}"' in (tmp_path / out / "README.md").read_text()
+    assert f"checkpoint={tmp_path}/n " in share("checkpoint=ours", "format=native", f"out={tmp_path}/n").out
+
+
+def test_a_draft_model_for_another_target_has_no_numbers(conversations: Path, share: Cli, tmp_path: Path) -> None:
+    """What its run measured is of another target; its provenance stays in either format."""
+    run = trained_by("draft_model", tmp_path, conversations, "train.drafter.layer_ids=[0,1]", "eval.num_prompts=1")
+    done = share(f"checkpoint={run}", "format=native", "out=out", "target=tiny-qwen3")
+    assert done.code == 0, done.err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Not measured." in card
+    assert "measured on tiny-llama, which says nothing about tiny-qwen3" in card
+    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert told["identity"]["target"] == "tiny-llama"
+    assert told["shared"]["command"]

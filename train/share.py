@@ -266,6 +266,7 @@ def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> 
 
 def serve(made: Any, cfg: dict[str, Any], count: int, name: str) -> str:
     """The command that serves the drafter, which is found under that name."""
+    spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
     name, target = shlex.quote(name), served(made, cfg)
     if cfg["format"] == "native":
         return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
@@ -278,7 +279,6 @@ def serve(made: Any, cfg: dict[str, Any], count: int, name: str) -> str:
             f"--speculative-draft-model-path {name} --speculative-num-steps {count} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {count + 1}"
         )
-    spec: dict[str, Any] = {"method": made.method, "model": shlex.split(name)[0], "num_speculative_tokens": count}
     if made.method == "peagle":
         spec |= {"method": "eagle3", "parallel_drafting": True}
     if made.method == "pard":
