@@ -1460,6 +1460,16 @@ def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: C
     assert f'"num_speculative_tokens": {most}' in done.out
 
 
+def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    config = {"num_modules": 2, "own_lm_head": False, "draft_vocab_size": VOCAB}
+    native.save(tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {"a": torch.ones(1)}), {}, "")
+    error = share("checkpoint=ours", "format=native", "out=x", "num_speculative_tokens=3").error
+    assert "num_speculative_tokens=3 is over the 2 of this drafter (num_modules)" in error
+    native.save(tmp_path / "ours", Checkpoint("peagle", {"num_depths": "x"}, {}, {"a": torch.ones(1)}), {}, "")
+    assert "num_depths is 'x'" in share("checkpoint=ours", "format=native", "out=x").error
+
+
 def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")

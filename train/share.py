@@ -251,9 +251,11 @@ def served(made: Any, cfg: dict[str, Any]) -> str:
 
 def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> int:
     """How many tokens to draft: as given, as measured, or as is usual. Raises ValueError for more than the drafter can."""
+    from specdec.checkpoint import foreign
+
     keys = {"mlp": "n_predict", "pard": "num_depths", "peagle": "num_depths", "mtp": "num_modules"}
     key = keys.get(made.method, "")
-    most = made.config.get(key)
+    most = foreign.integer(made.config, key, made.name) if made.config.get(key) is not None else None
     if key == "num_modules" and most == 1:  # used again for every token
         most = None
     given = cfg["num_speculative_tokens"]
