@@ -50,16 +50,17 @@ $(DRAFTERS)/features/.done: $(VENV)/.done
 $(FAMILIES:%=$(DRAFTERS)/%/summary.json): $(DRAFTERS)/%/summary.json: | $(DRAFTERS)/features/.done
 	$(RUN) train/$(or $(SCRIPT_$*),$*).py model=llama method=$* features.path=$(DRAFTERS)/features out_dir=$(DRAFTERS)/$* $(MORE_$*) \
 		$(call go_on,$(DRAFTERS)/$*/run.json)
+	@grep -q '"interrupted": false' $@ || { rm -f $@; echo "stopped before its end; make drafters goes on"; false; }
 
 # PARD learns to fill in mask tokens on top of a draft model
 MORE_pard = checkpoint=$(DRAFTERS)/draft_model train.objective.depth_warmup=0 train.max_steps=450
 $(DRAFTERS)/pard/summary.json: | $(DRAFTERS)/draft_model/summary.json
 
 $(DRAFTERS)/eval/ngram/summary.json: | $(VENV)/.done
-	$(RUN) eval/run.py method=ngram limit=60 out_dir=$(DRAFTERS)/eval/ngram $(call go_on,$(DRAFTERS)/eval/ngram/run.json)
+	$(RUN) eval/run.py method=ngram limit=30 out_dir=$(DRAFTERS)/eval/ngram $(call go_on,$(DRAFTERS)/eval/ngram/run.json)
 
 $(FAMILIES:%=$(DRAFTERS)/eval/%/summary.json): $(DRAFTERS)/eval/%/summary.json: $(DRAFTERS)/%/summary.json
-	$(RUN) eval/run.py checkpoint=$(DRAFTERS)/$* method.num_speculative_tokens=3 limit=60 out_dir=$(DRAFTERS)/eval/$* \
+	$(RUN) eval/run.py checkpoint=$(DRAFTERS)/$* method.num_speculative_tokens=3 limit=30 out_dir=$(DRAFTERS)/eval/$* \
 		$(call go_on,$(DRAFTERS)/eval/$*/run.json)
 
 ## make test        lint, types and tests

@@ -117,6 +117,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         report.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"
         )
+    drafted, accepted = (summary["overall"][f"num_{what}_tokens"] for what in ("draft", "accepted"))
+    if drafted and not accepted:
+        report.show(f"note: none of {drafted} drafted tokens was accepted; was the drafter trained for this target?")
     if cfg["resume"]:
         report.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
     if cfg["logger"]["name"] == "wandb":
@@ -137,13 +140,18 @@ def take_checkpoint(cfg: dict[str, Any]) -> None:
 def its_method() -> list[str]:
     """`method=` of the checkpoint on the command line, which says it itself where nobody else does."""
     given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    if "checkpoint" not in given or {"method", "speculative_config"} & set(given):
+    paths = given.get("checkpoint", "null").strip("'\"")
+    if paths in ("null", "") or {"method", "speculative_config"} & set(given):
         return []
     try:
-        return [f"method={checkpoint.method_of(given['checkpoint'])}"]
+        swept = {"-m", "--multirun"} & set(given)
+        found = {checkpoint.method_of(path.strip()) for path in (paths.split(",") if swept else [paths])}
     except ValueError as error:
         config.fail(error)
         raise
+    if len(found) > 1:
+        config.fail(f"checkpoint={paths}: drafters of several methods ({', '.join(sorted(found))}); sweep over one method's")
+    return [f"method={found.pop()}"]
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="eval")

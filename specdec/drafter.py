@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specdec import checkpoint, linear
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Checked, Context, Draft, Request
+from specdec.core import Checked, Context, Draft, Request, first_line
 from specdec.target import CausalLM
 from specdec.training import losses
 from specdec.training.learner import Learner
@@ -110,11 +110,16 @@ class Drafter(Learner):
         self.shared, self.ready = {}, False
 
         self.config = dict(checkpoint.config)
-        self.build(self.config)
         self.lm_head: nn.Linear | None = None
         num_draft_vocab = self.config.get("draft_vocab_size", target.vocab_size)
-        if self.config.get("own_lm_head"):
-            self.make_head(num_draft_vocab)
+        if not isinstance(num_draft_vocab, int) or not 1 <= num_draft_vocab <= target.vocab_size:
+            raise ValueError(f"{checkpoint.name}: draft_vocab_size={num_draft_vocab} is no number of 1..{target.vocab_size}")
+        try:
+            self.build(self.config)
+            if self.config.get("own_lm_head"):
+                self.make_head(num_draft_vocab)
+        except (TypeError, RuntimeError) as error:  # of a config that was altered: no mapping, or more than memory holds
+            raise ValueError(f"{checkpoint.name}: its config cannot be built ({first_line(error)})") from None
         if num_draft_vocab < target.vocab_size:
             self.register_buffer("d2t", torch.zeros(num_draft_vocab, dtype=torch.int64))
         if checkpoint.tensors is None:
@@ -165,6 +170,12 @@ class Drafter(Learner):
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         """The config of a new drafter: every key with the value that it comes to. Raises ValueError for what cannot be."""
         raise NotImplementedError
+
+    @classmethod
+    def asked(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        """What of a recipe a drafter to start from must have: null asks for nothing."""
+        values = cls.resolved(target, architecture)
+        return {key: value for key, value in values.items() if architecture.get(key) not in (None, {})}
 
     def adopt(self, target: CausalLM) -> None:
         """What else to take from the target where the output layer is the target's."""

@@ -113,6 +113,10 @@ class SpeculativeConfig(Checked):
     def resolved_method(self) -> str:
         """The method, inferred from `model` as vLLM does when it is omitted."""
         name = self._inferred_method() if self.method is None else self.method
+        if self.method is None and self.parallel_drafting is False and name in _PARALLEL.values():
+            if name == "peagle":
+                raise ValueError(f"parallel_drafting=false, and {self.model} drafts in one pass only; leave it out")
+            name = "draft_model"
         name = "mtp" if name.endswith("_mtp") else _ALIASES.get(name, name)
         if self.parallel_drafting:
             if name not in (*_PARALLEL, *_PARALLEL.values()):

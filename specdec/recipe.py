@@ -39,6 +39,9 @@ FREE = (
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
+SCRIPT = {"eagle3": "eagle", "peagle": "eagle"}  # of a method, if it is not of its own name
+
+
 def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     """Train a drafter as the config says. methods: those that the script trains."""
     # everything that a typo can break comes before the weights
@@ -47,8 +50,10 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     if cfg["method"].get("parallel_drafting"):
         raise ValueError("parallel_drafting=true is a method of its own where recipes are concerned; say method=peagle or pard")
     if name not in methods:
-        others = "" if hasattr(drafter_class, "fresh") else f"; method={name} has nothing to train"
-        raise ValueError(f"method={name} is not trained here, but {' or '.join(methods)}{others}")
+        script = (
+            f"is trained by train/{SCRIPT.get(name, name)}.py" if hasattr(drafter_class, "fresh") else "has nothing to train"
+        )
+        raise ValueError(f"method={name} {script}; here are trained {', '.join(methods)}")
     recipe.pop("name")
     architecture, init = recipe.pop("drafter"), drafter_class.init_type(**recipe.pop("init"))
     if "geometry" in architecture:
@@ -169,8 +174,20 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         )
     if where:
         report.show(f"wandb: {where}")
-    report.show(f"written to {out_dir}; decode with it: python eval/run.py method={name} checkpoint={out_dir}")
+    report.show(f"written to {out_dir}; decode with it:")
+    count = f"method.num_speculative_tokens={asked['num_speculative_tokens']}"
+    print(f"python eval/run.py {model_said(model)}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
     return result
+
+
+def model_said(model: dict[str, Any]) -> str:
+    """The `model` group's choice as arguments, where it is not the default."""
+    default = config.read(config.CONF / "model" / f"{model['name']}.yaml")
+    given = [f"model={model['name']}"] if model["name"] != "llama" else []
+    given += [f"model.{key}={model[key]}" for key in ("path", "size", "architecture") if model.get(key) != default.get(key)]
+    if "architecture" in model:
+        given = [word for word in given if not word.startswith("model.path=")]
+    return "".join(f"{word} " for word in given)
 
 
 def at_least(key: str, value: int, least: int) -> None:
@@ -207,16 +224,22 @@ def tokenizer_of(target: CausalLM) -> Any:
         return None
 
 
+def said(value: Any) -> str:
+    """A value as the command line has it."""
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
 def same_drafter(checkpoint: Checkpoint, drafter_class: Any, target: CausalLM, architecture: dict[str, Any]) -> Checkpoint:
-    """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over."""
+    """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over; null asks nothing."""
     checkpoint.check(drafter_class.name, target)
-    asked = drafter_class.resolved(target, architecture)
+    asked = drafter_class.asked(target, architecture)
     if architecture.get("draft_vocab_size"):
         asked["draft_vocab_size"] = min(architecture["draft_vocab_size"], target.vocab_size)
     for key, value in asked.items():
-        if checkpoint.config.get(key) != value:
+        has = checkpoint.config.get(key)
+        if has != value:
             raise ValueError(
-                f"train.drafter.{key} is {value!r}, and {checkpoint.name} has {checkpoint.config.get(key)!r}; "
-                f"give train.drafter.{key}={checkpoint.config.get(key)} to start from it".replace("'", "")
+                f"train.drafter.{key} is {said(value)}, and {checkpoint.name} has {said(has)}; "
+                f"give train.drafter.{key}={said(has)} to start from it"
             )
     return checkpoint

@@ -691,3 +691,16 @@ def test_what_is_no_draft_model(one_line: Any, tmp_path: Path) -> None:
     wide = grown("draft_model", "llama")
     broken = Checkpoint("draft_model", wide.config, {}, {**wide.tensors, "model.norm.weight": torch.ones(3)}, "it")  # type: ignore[dict-item]
     one_line(lambda: causal_lm.build(broken), "it", "model.norm.weight [3]")
+
+
+def test_a_parallel_one_that_learns_to_draft_token_by_token_is_no_parallel_one(tmp_path: Path) -> None:
+    """What it was is not kept: neither the mask token nor the depths."""
+    target = loaded()
+    parallel = Pard.fresh(target, LAYERS | {"pard_token": MASK}, Init())
+    parallel.config["num_depths"] = K
+    causal_lm.save(tmp_path, parallel, target.path, {}, "")
+    assert causal_lm.read(str(tmp_path)).config["pard_token"] == MASK
+    config = DraftModel.opened(target, str(tmp_path), None).config
+    assert config["pard_token"] is None
+    assert "num_depths" not in config
+    assert Pard.opened(target, str(tmp_path), None).config["num_depths"] == K

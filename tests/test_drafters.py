@@ -43,7 +43,7 @@ from specdec.method.mtp import MTP
 from specdec.method.peagle import Objective as Depths
 from specdec.method.peagle import PEagle
 from specdec.target import CausalLM
-from specdec.training import losses, unroll
+from specdec.training import loop, losses, unroll
 from specdec.training.data import Sample
 from specdec.training.features import Batch, Online
 
@@ -973,19 +973,53 @@ def test_a_targets_modules_are_tuned_by_the_script(ships: Callable[[str], Path],
     """train/mtp.py with checkpoint= the target's directory; in the published recipe's words."""
     directory = ships("deepseek-moe")
     how = [
-        f"model.path={directory}", f"checkpoint={directory}", "train=mtp", "train.drafter.zero_first_embedding=true",
-        "model.dtype=float32", "model.device=cpu", "data=jsonl", f"data.path={conversations(tmp_path / 'tiny.jsonl')}",
-        "data.held_out=2", "train.num_epochs=null", "train.max_steps=2", "train.global_batch_size=2",
-        "train.mixed_precision=no", "train.eval_every=2", "eval.num_prompts=1", "eval.max_tokens=6",
+        f"model.path={directory}", f"checkpoint={directory}", "train=mtp", "model.dtype=float32", "model.device=cpu",
+        "data=jsonl", f"data.path={conversations(tmp_path / 'tiny.jsonl')}", "data.held_out=2", "train.num_epochs=null",
+        "train.max_steps=2", "train.global_batch_size=2", "train.mixed_precision=no", "train.eval_every=2",
+        "eval.num_prompts=1", "eval.max_tokens=6",
     ]  # fmt: skip
     done = call("mtp", *how, f"out_dir={tmp_path / 'run'}", cwd=tmp_path, folder=TRAIN)
     assert done.code == 0, done.err
     tuned = native.load(tmp_path / "run")
     assert tuned.config == shipped.read(directory).config
     assert merged(tuned, tmp_path / "merged", target_at(directory))
-    refused = call("mtp", *how[:3], *how[4:], f"out_dir={tmp_path / 'other'}", cwd=tmp_path, folder=TRAIN)
+    other = ("train.drafter.zero_first_embedding=false", f"out_dir={tmp_path / 'other'}")
+    refused = call("mtp", *how, *other, cwd=tmp_path, folder=TRAIN)
     assert refused.code == 1
-    assert "train.drafter.zero_first_embedding" in refused.err
+    assert "give train.drafter.zero_first_embedding=true to start from it" in refused.err
+
+
+def test_a_parallel_drafter_knows_how_deep_it_was_trained() -> None:
+    """P-EAGLE: in its checkpoint, in training and in drafting."""
+    target = loaded("tiny-llama")
+    drafter = PEagle(target, PEagle.fresh(target, {}, Init()), 3)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=3.*num_depths=2; lower it"):
+        drafter.for_training(Depths(num_depths=2), Init())
+    drafter.for_training(Depths(num_depths=4), Init())
+    made = drafter.exported()
+    assert made.config["num_depths"] == 4
+    PEagle(target, made, 4)
+    with pytest.raises(ValueError, match="num_speculative_tokens=5 is over the 4 that"):
+        PEagle(target, made, 5)
+
+
+def test_a_config_that_was_altered_is_one_line() -> None:
+    target = loaded("tiny-llama")
+    made = MLP.fresh(target, {}, Init())
+    for change, words in (({"draft_vocab_size": None}, "draft_vocab_size=None"), ({"inner_dim": 10**12}, "cannot be built")):
+        with pytest.raises(ValueError, match=words) as caught:
+            MLP(target, replace(made, config=made.config | change), 3)
+        assert "\n" not in str(caught.value)
+
+
+def test_text_is_continued_where_everything_is_supervised() -> None:
+    """The prompts that decode while training: up to what is supervised, or the beginning of a text that is so from its first
+    token."""
+    chat, text, long = (
+        Sample("c", np.arange(9), np.arange(9) > 4),
+        *(Sample(str(n), np.arange(n), np.ones(n, dtype=bool)) for n in (20, 500)),
+    )
+    assert [len(prompt) for prompt in loop.prompts_of([chat, text, long], 3)] == [5, 10, 64]
 
 
 def changed(source: Path, directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
@@ -1030,7 +1064,7 @@ def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tm
 
 
 def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path], tmp_path: Path) -> None:
-    """DeepSeek's shared_head.head, where it was trained: its logits are its own, and it goes back under its name."""
+    """DeepSeek's shared_head.head, where it was trained: its logits are its own. Engines replace it, so it is not written."""
     source, key = ships("deepseek-moe"), "model.layers.3.shared_head.head.weight"
     directory = changed(source, tmp_path / "own", lambda x: x[key].add_(torch.randn(320, 32) * 0.3))
     target, own = target_at(directory), load_file(directory / "model.safetensors")[key]
@@ -1039,8 +1073,7 @@ def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path
     state = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         close(proposer.draft_logits(state), state @ own.t(), 1e-5)
-    written = merged(proposer.exported(), tmp_path / "again", target)
-    assert torch.equal(written[key], own)
+    one_line(lambda: merged(proposer.exported(), tmp_path / "again", target), "output layer of its own", "engines replace")
     assert not MTP(target_at(source), None, 3).config["own_lm_head"]
     both = changed(ships("deepseek-2-moe"), tmp_path / "both", lambda x: x[key].add_(0.1))
     one_line(lambda: MTP(target_at(both), None, 2), str(both), "output layers of their own", "one at a time")

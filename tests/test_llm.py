@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdec import LLM, SamplingParams, hub
 from specdec.llm import RequestOutput, SpeculativeConfig
@@ -484,6 +485,19 @@ def test_parallel_drafting_is_a_method_of_its_own(one_line: Any) -> None:
         assert SpeculativeConfig(**given, parallel_drafting=True).resolved_method == name
         assert SpeculativeConfig(**given, parallel_drafting=False).resolved_method == given["method"]
     one_line(lambda: SpeculativeConfig(method="mtp", parallel_drafting=True).resolved_method, "parallel_drafting", "'mtp'")
+
+
+def test_what_a_directory_says_can_be_taken_back(tmp_path: Path, one_line: Any) -> None:
+    """A parallel draft model drafts token by token where that is asked for; P-EAGLE cannot."""
+    for name, config in (("pard", {"architectures": ["LlamaForCausalLM"], "pard_token": 3}), ("peagle", {"method": "peagle"})):
+        (tmp_path / name).mkdir()
+        native = {"format": "specdec-drafter", "format_version": 1} if name == "peagle" else {}
+        (tmp_path / name / "config.json").write_text(json.dumps(config | native))
+        save_file({"model.norm.weight": torch.ones(1)}, tmp_path / name / "model.safetensors")
+        assert SpeculativeConfig(model=str(tmp_path / name)).resolved_method == name
+    assert SpeculativeConfig(model=str(tmp_path / "pard"), parallel_drafting=False).resolved_method == "draft_model"
+    given = {"model": str(tmp_path / "peagle"), "parallel_drafting": False}
+    one_line(lambda: SpeculativeConfig(**given).resolved_method, "parallel_drafting=false", "in one pass only")
 
 
 def test_other_names_of_a_method() -> None:

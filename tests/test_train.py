@@ -1136,9 +1136,9 @@ def test_a_warm_start_passes_nothing_over(trained: Fitted, arguments: list[str],
     out_dir = tmp_path / "run"
     warm = (*arguments, *EAGLE3, "train.max_steps=1", f"checkpoint={trained[0] / 'last'}", f"out_dir={out_dir}")
     for case, words in (
-        ("norm_output=true", ("norm_output is True", "norm_output=False")),
-        ("norm_before_residual=true", ("norm_before_residual is True",)),
-        ("fc_norm=true", ("fc_norm is True",)),
+        ("norm_output=true", ("norm_output is true", "norm_output=false")),
+        ("norm_before_residual=true", ("norm_before_residual is true",)),
+        ("fc_norm=true", ("fc_norm is true",)),
         ("layer_type=qwen3", ("layer_type is qwen3", "layer_type=llama")),
         ("draft_vocab_size=50", ("draft_vocab_size is 50", "draft_vocab_size=100")),
         ("draft_vocab_size=320", ("draft_vocab_size is 320", "draft_vocab_size=100")),

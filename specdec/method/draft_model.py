@@ -281,8 +281,14 @@ class DraftModel(Learner):
     @classmethod
     def opened(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
         checkpoint = causal_lm.read(name, revision, cls.name)
+        if cls is DraftModel:  # what was a parallel one learns to draft token by token
+            checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)
         return checkpoint
+
+    @classmethod
+    def asked(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        return cls.resolved(target, architecture)
 
     @classmethod
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:

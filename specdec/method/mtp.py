@@ -39,10 +39,10 @@ class Architecture(Checked):
 
     what: ClassVar[str] = "train.drafter key"
 
-    num_modules: int = Field(1, ge=1)
+    num_modules: int | None = Field(None, ge=1)
     last_hidden_kind: Literal["post_norm", "pre_norm"] = "post_norm"
     hidden_feedback: Literal["own", "target"] = "own"
-    zero_first_embedding: bool = False
+    zero_first_embedding: bool | None = None
     draft_vocab_size: int | None = Field(None, ge=1)
 
 
@@ -129,12 +129,13 @@ class MTP(ChainDrafter):
 
     @classmethod
     def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        return Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
+        given = Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
+        return given | {"num_modules": given["num_modules"] or 1, "zero_first_embedding": bool(given["zero_first_embedding"])}
 
     def build(self, config: dict[str, Any]) -> None:
         self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
-        num_modules = self.architecture.num_modules
+        num_modules = self.architecture.num_modules or 1
         if 1 < num_modules < self.num_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens}, and this drafter has a module for each of "

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.core import Checked, Context, Draft
+from specdec.core import Context, Draft
 from specdec.drafter import nothing
 from specdec.method import eagle3
 from specdec.method.eagle3 import Eagle3
@@ -50,7 +50,12 @@ class PEagle(Eagle3):
         return config
 
     def build(self, config: dict[str, Any]) -> None:
-        super().build(config)
+        super().build({key: value for key, value in config.items() if key != "num_depths"})
+        if (most := config.get("num_depths")) is not None and self.num_speculative_tokens > most:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} is over the {most} that this drafter was trained for; "
+                "lower it"
+            )
         mask, last = config.get("mask_token_id"), self.target.vocab_size - 1
         if not isinstance(mask, int) or not 0 <= mask <= last:
             raise ValueError(f"mask_token_id={mask} is outside 0..{last}, the rows of the target's embedding")
@@ -90,9 +95,15 @@ class PEagle(Eagle3):
 
     # ---------------------------------------------------------------- training
 
-    def for_training(self, objective: Checked, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+    def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
         """`mask_hidden` begins as the mean of the target's states: where nothing is known, what is usual."""
         super().for_training(objective, init, statistics, warm)
+        if self.num_speculative_tokens > objective.num_depths:
+            raise ValueError(
+                f"method.num_speculative_tokens={self.num_speculative_tokens}, which decodes while training, is over "
+                f"train.objective.num_depths={objective.num_depths}; lower it"
+            )
+        self.config["num_depths"] = objective.num_depths
         if statistics is not None and not warm:
             with torch.no_grad():
                 self.mask_hidden.copy_(statistics.float().mean(0).view_as(self.mask_hidden))

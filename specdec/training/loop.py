@@ -46,6 +46,8 @@ from specdec.training import data
 from specdec.training.data import Sample
 from specdec.training.features import Batch
 
+TEXT_PROMPT = 64  # tokens, as in the second stage of the MLP speculator
+
 
 class Settings(Checked):
     """Keys of the `train` group.
@@ -559,5 +561,7 @@ def acceptance(
 
 
 def prompts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:
-    """The first prompts of held-out samples: what comes before the first supervised token."""
-    return [sample.token_n[: int(sample.mask_n.argmax())].tolist() for sample in samples if sample.mask_n.argmax()][:count]
+    """The first prompts of held-out samples: what comes before the first supervised token; of text that is supervised from its
+    beginning, some of it."""
+    lengths = [int(sample.mask_n.argmax()) or min(TEXT_PROMPT, len(sample.token_n) // 2) for sample in samples]
+    return [sample.token_n[:length].tolist() for sample, length in zip(samples, lengths, strict=True)][:count]
