@@ -57,10 +57,10 @@ MORE_pard = checkpoint=$(DRAFTERS)/draft_model train.objective.depth_warmup=0 tr
 $(DRAFTERS)/pard/summary.json: | $(DRAFTERS)/draft_model/summary.json
 
 $(DRAFTERS)/eval/ngram/summary.json: | $(VENV)/.done
-	$(RUN) eval/run.py method=ngram limit=30 out_dir=$(DRAFTERS)/eval/ngram $(call go_on,$(DRAFTERS)/eval/ngram/run.json)
+	$(RUN) eval/run.py method=ngram limit=18 out_dir=$(DRAFTERS)/eval/ngram $(call go_on,$(DRAFTERS)/eval/ngram/run.json)
 
 $(FAMILIES:%=$(DRAFTERS)/eval/%/summary.json): $(DRAFTERS)/eval/%/summary.json: $(DRAFTERS)/%/summary.json
-	$(RUN) eval/run.py checkpoint=$(DRAFTERS)/$* method.num_speculative_tokens=3 limit=30 out_dir=$(DRAFTERS)/eval/$* \
+	$(RUN) eval/run.py checkpoint=$(DRAFTERS)/$* method.num_speculative_tokens=3 limit=18 out_dir=$(DRAFTERS)/eval/$* \
 		$(call go_on,$(DRAFTERS)/eval/$*/run.json)
 
 ## make test        lint, types and tests
