@@ -101,6 +101,8 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     source: Any
     if not drafter.asks_target(objective):
         source = features.Tokens(device)
+        if cfg["features"]["path"] and processes.is_main_process:
+            report.show("note: features.path is not read, since this objective learns from the data's tokens alone")
     elif cfg["features"]["path"]:
         source = features.Artifacts(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
         for sample in (*samples, *held_out):  # found now, not in the middle of a run

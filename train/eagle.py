@@ -1,11 +1,11 @@
 """Train an EAGLE drafter for a frozen target, and choose its checkpoint by what the engine accepts.
 
     python train/eagle.py model=llama                                     # EAGLE-3 on the demo data
-    python train/eagle.py model=llama method=eagle                        # EAGLE-1
+    python train/eagle.py model=llama method=eagle                        # EAGLE-1; method=peagle: P-EAGLE
     python train/eagle.py model=llama model.size=8b data=jsonl data.path=FILE train=eagle3   # the published recipe
     python train/eagle.py -m train.lr=1e-4,3e-4
     torchrun --nproc_per_node 2 train/eagle.py model=llama train.sharding=fsdp
-    python eval/run.py method=eagle3 checkpoint=outputs/eagle3_demo-llama-demo
+    python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo
 
 Writes out_dir/metrics.jsonl, checkpoints/, best and last (links), config.yaml, summary.json and train.png.
 """
