@@ -301,7 +301,8 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
     grid.add_column("run", no_wrap=True)
     grid.add_column("method")
     names = ("K", "mean acceptance length", "by position", "tokens/step", "tokens/s", "draft", "speedup", "model", "efficiency")
-    for name in (*names, "lossless"):
+    several = len({summary["rejection"] for summary in runs.values()}) > 1
+    for name in (*names, *(["rejection"] if several else []), "lossless"):
         grid.add_column(name, justify="right")
     for name, summary in runs.items():
         n = summary["overall"]
@@ -318,7 +319,8 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
             _number(n["speedup_model"], 2, "x"),
             _number(n["efficiency"]),
         )
-        grid.add_row(name, summary["method"], *cells, summary["lossless_short"])
+        scheme = [summary["rejection"]] if several else []
+        grid.add_row(name, summary["method"], *cells, *scheme, summary["lossless_short"])
     return grid
 
 
