@@ -309,11 +309,12 @@ def card(
     head += ["tags:", "- speculative-decoding", f"- {made.method}", "---", ""]
     facts = {key: value for key, value in made.target.items() if key != "name"}
     shape = {key: value for key, value in made.config.items() if key not in ("geometry", "hf_config")}
+    shape_said = f" ({', '.join(f'{key} {value}' for key, value in facts.items())})" if facts else ""
     parts = [
         *head,
         f"# {made.method} drafter for {target}",
         "",
-        f"Drafts tokens that {' '.join([target, *(f'({key} {value})' for key, value in facts.items())])} verifies. "
+        f"Drafts tokens that {target}{shape_said} verifies. "
         + ("Any target with this vocabulary will do." if "hf_config" in made.config else "It is right for that target alone."),
         "",
         "## Serve",
