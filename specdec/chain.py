@@ -1,4 +1,5 @@
-"""Drafters that read the target's hidden states and draft a chain: what EAGLE-1 and EAGLE-3 have in common.
+"""Drafters that read the target's hidden states and draft a chain with attention: what EAGLE and MTP have in
+common.
 
 At position i such a drafter sees the pair (token i+1, target state i) and predicts token i+2: ids are shifted left by one,
 positions are not. `propose` first runs over the pairs of the newly committed tokens, which overwrites what was made of

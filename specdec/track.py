@@ -62,17 +62,11 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
         changed = sorted(key for key in {*before, *identity} if before.get(key) != json.loads(json.dumps(identity)).get(key))
         if changed:
             key = changed[0]
-            identity = json.loads(json.dumps(identity))
-            if isinstance(before.get(key), dict) and isinstance(identity.get(key), dict):  # say which of its entries it is
-                ours, theirs = identity[key], before[key]
-                key, before, identity = next(
-                    (f"{key}.{inner}", {f"{key}.{inner}": theirs.get(inner)}, {f"{key}.{inner}": ours.get(inner)})
-                    for inner in {**theirs, **ours} if theirs.get(inner) != ours.get(inner)
-                )  # fmt: skip
-            raise ValueError(
-                f"resume=true, but {key} was {before.get(key)!r} and is {identity.get(key)!r}; "
-                "use the same settings or another out_dir="
-            )
+            was, now = before.get(key), json.loads(json.dumps(identity)).get(key)
+            if isinstance(was, dict) and isinstance(now, dict):  # say which of its entries it is
+                inner = next(inner for inner in {**was, **now} if was.get(inner) != now.get(inner))
+                key, was, now = f"{key}.{inner}", was.get(inner), now.get(inner)
+            raise ValueError(f"resume=true, but {key} was {was!r} and is {now!r}; use the same settings or another out_dir=")
         return
     out_dir.mkdir(parents=True, exist_ok=True)
     write_json(marker, identity)

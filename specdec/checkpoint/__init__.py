@@ -33,10 +33,8 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
         return native.load(directory)
     module = format_of(directory, config)
     if module is causal_lm:
-        method = "draft_model" if causal_lm.mask_token(config) is None else "pard"
-        raise ValueError(
-            f"{directory}: a causal LM (model_type {config.get('model_type')!r}), which drafts with method={method}"
-        )
+        kind, method = config.get("model_type"), causal_lm.method_of(config)
+        raise ValueError(f"{directory}: a causal LM (model_type {kind!r}), which drafts with method={method}")
     return module.read(directory, config)
 
 
@@ -98,7 +96,7 @@ def method_of(path: str | Path, revision: str | None = None) -> str:
         return str(config.get("method"))
     module = format_of(directory, config)
     if module is causal_lm:
-        return "draft_model" if causal_lm.mask_token(config) is None else "pard"
+        return causal_lm.method_of(config)
     if module is mtp:
         return "mtp"
     return str(module.read(directory, config).method)

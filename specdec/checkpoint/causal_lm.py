@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdec import hub
 from specdec.checkpoint import native
+from specdec.checkpoint.foreign import DEEPEST, OURS
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import first_line
 from specdec.target import load_weights
@@ -31,9 +30,7 @@ CLUTTER = {
     "_name_or_path", "transformers_version", "output_hidden_states", "output_attentions", "return_dict", "id2label", "label2id",
     "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
 }  # fmt: skip
-OURS = "specdec"  # a key of config.json that engines pass over
 WRITES = {"draft_model": ("vllm", "sglang"), "pard": ("vllm",)}
-DEEPEST = 1000  # layers that are built to be looked at
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 # what belongs to a tokenizer, and how a generation ends
 BESIDE = (
@@ -92,6 +89,11 @@ def taken(model: Any, method: str, name: str) -> Checkpoint:
         tensors.pop(named(model, model.get_output_embeddings()) + ".weight")
     facts = {"num_hidden_layers": config["num_hidden_layers"], "pard_token": mask_token(config), **(config.get(OURS) or {})}
     return Checkpoint(method, facts | {"hf_config": config}, {}, tensors, name)
+
+
+def method_of(config: dict[str, Any]) -> str:
+    """The method that such a model drafts with."""
+    return "draft_model" if mask_token(config) is None else "pard"
 
 
 def mask_token(config: dict[str, Any]) -> int | None:
@@ -200,11 +202,7 @@ def save(directory: Path, checkpoint: Checkpoint, beside: Path, provenance: dict
         config["pard_token"] = checkpoint.config["pard_token"]
     if checkpoint.config.get("num_depths") is not None:
         config[OURS] = {"num_depths": checkpoint.config["num_depths"]}
-    try:
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in checkpoint.tensors.items()}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{directory}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+    native.write_weights(directory / "model.safetensors", checkpoint.tensors)
     for name in BESIDE:
         if (beside / name).is_file():
             shutil.copyfile(beside / name, directory / name)

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.checkpoint.native import Checkpoint, finite, part_of
+from specdec.checkpoint.native import Checkpoint, finite, part_of, write_weights
 from specdec.core import first_line, nearest
 from specdec.target import CausalLM
 
@@ -358,11 +357,7 @@ def write_directory(
         config[OURS]["num_depths"] = checkpoint.config["num_depths"]
     if copied := sorted(copied):
         config[OURS]["copies"] = copied
-    try:
-        whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(whole, directory / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{directory}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+    write_weights(directory / "model.safetensors", tensors)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

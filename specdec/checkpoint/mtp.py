@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specdec.checkpoint import causal_lm, foreign
+from specdec.checkpoint import causal_lm, foreign, native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import first_line
 from specdec.target import CausalLM
@@ -80,6 +79,13 @@ def count_of(config: dict[str, Any]) -> tuple[str, Any]:
     return key, text.get(key)
 
 
+def kind_of_layer(text: Any) -> int:
+    """Which layer of a target its modules are like: the last that attends to everything, or just the last."""
+    types = getattr(text, "layer_types", None) or []
+    full = [i for i, of in enumerate(types[: text.num_hidden_layers]) if of == "full_attention"]
+    return full[-1] if full else text.num_hidden_layers - 1
+
+
 def shapes(config: dict[str, Any], count: int) -> tuple[foreign.Shapes, set[str]]:
     """Name and shape of every tensor of so many modules of a target, experts one by one, and the names that may be absent:
     copies of the target's. Raises ValueError where that cannot be told."""
@@ -88,8 +94,7 @@ def shapes(config: dict[str, Any], count: int) -> tuple[foreign.Shapes, set[str]
     model = causal_lm.on_meta(config)
     text, decoder = model.config.get_text_config(), model.get_decoder()
     qwen = _naming(str(text.model_type)) == "qwen"
-    full = [i for i, kind in enumerate(getattr(text, "layer_types", None) or []) if kind == "full_attention"]
-    parts = {f"block.{key}": part for key, part in decoder.layers[full[-1] if full else -1].state_dict().items()}
+    parts = {f"block.{key}": part for key, part in decoder.layers[kind_of_layer(text)].state_dict().items()}
     for norm in ("enorm", "hnorm", "norm"):
         parts |= {f"{norm}.{key}": part for key, part in decoder.norm.state_dict().items()}
     parts["eh_proj.weight"] = torch.empty(text.hidden_size, 2 * text.hidden_size, device="meta")
@@ -273,7 +278,7 @@ def write(
     for name, tensor in _experts_apart(checkpoint.tensors).items():
         _, i, rest = name.split(".", 2)
         tensors[("mtp." if qwen else f"model.layers.{first + int(i)}.") + _theirs(rest, qwen)] = tensor
-    text["mtp_num_hidden_layers" if target.config.model_type.startswith("qwen3_5") else "num_nextn_predict_layers"] = count
+    text[count_of(config)[0]] = count
     ours = {key: checkpoint.config[key] for key in ("last_hidden_kind", "hidden_feedback", "zero_first_embedding")}
     config[foreign.OURS] = (config.get(foreign.OURS) or {}) | {"mtp": ours}
     _copy(target.path, directory, config, tensors)
@@ -284,20 +289,17 @@ def _copy(source: Path, directory: Path, config: dict[str, Any], tensors: dict[s
     old = tuple(_modules(foreign.read_config(source), set(foreign.shapes_of(source))).values())
     placed: dict[str, str] = {}
     size = 0
-    try:
-        for path in foreign.files(source):
-            with safe_open(path, "pt") as opened:
-                names = list(opened.keys())
-                kept = [name for name in names if not name.startswith(old)] if old else names
-                if len(kept) == len(names):
-                    shutil.copyfile(path, directory / path.name)
-                elif kept:
-                    save_file({name: opened.get_tensor(name) for name in kept}, directory / path.name, {"format": "pt"})
-            placed |= dict.fromkeys(kept, path.name)
-            size += (directory / path.name).stat().st_size if kept else 0
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / SHARD, {"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{directory}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+    for path in foreign.files(source):
+        with safe_open(path, "pt") as opened:
+            names = list(opened.keys())
+            kept = [name for name in names if not name.startswith(old)] if old else names
+            if len(kept) == len(names):
+                shutil.copyfile(path, directory / path.name)
+            elif kept:
+                native.write_weights(directory / path.name, {name: opened.get_tensor(name) for name in kept})
+        placed |= dict.fromkeys(kept, path.name)
+        size += (directory / path.name).stat().st_size if kept else 0
+    native.write_weights(directory / SHARD, tensors)
     placed |= dict.fromkeys(tensors, SHARD)
     for path in source.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != foreign.INDEX:

@@ -103,14 +103,19 @@ def facts(target: CausalLM) -> dict[str, Any]:
     }
 
 
+def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file, as every format has it."""
+    try:
+        whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        save_file(whole, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path.parent}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+
+
 def save(directory: Path, checkpoint: Checkpoint, provenance: dict[str, Any], card: str) -> None:
     """Write a checkpoint into a directory that exists and nobody reads yet; the caller renames it when it is whole."""
     assert checkpoint.tensors is not None
-    try:
-        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in checkpoint.tensors.items()}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{directory}: the weights could not be written ({first_line(error)}); is the disk full?") from None
+    write_weights(directory / "model.safetensors", checkpoint.tensors)
     config = {
         "format": FORMAT,
         "format_version": 1,

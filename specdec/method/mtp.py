@@ -90,16 +90,9 @@ def _norm(target: CausalLM) -> nn.Module:
     return norm.float()
 
 
-def _kind(target: CausalLM) -> int:
-    """The target's last layer that attends to everything, or just its last one."""
-    types = getattr(target.config, "layer_types", None) or []
-    full = [i for i, of in enumerate(types[: target.num_layers]) if of == "full_attention"]
-    return full[-1] if full else target.num_layers - 1
-
-
 def _layer(target: CausalLM, place: int) -> nn.Module:
     """A new decoder layer of the target's kind."""
-    layer = type(target.model.get_decoder().layers[-1])(target.config, _kind(target))
+    layer = type(target.model.get_decoder().layers[-1])(target.config, native_modules.kind_of_layer(target.config))
     attention: Any = layer.self_attn
     attention.layer_idx = place
     return layer.float()
@@ -135,6 +128,7 @@ class MTP(ChainDrafter):
     def build(self, config: dict[str, Any]) -> None:
         self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
+        self.like = native_modules.kind_of_layer(self.target.config)
         num_modules = self.architecture.num_modules or 1
         if 1 < num_modules < self.num_speculative_tokens:
             raise ValueError(
@@ -147,12 +141,14 @@ class MTP(ChainDrafter):
         self.tail: dict[int, tuple[int, Tensor]] = {}
 
     def slots(self) -> list[tuple[int, ...]]:
-        return [self.target.slots()[_kind(self.target)]] * len(self.mtp)
+        return [self.target.slots()[self.like]] * len(self.mtp)
 
     def cos_sin(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """[1, N, W] each: the target's own."""
-        rotary, types = self.target.model.get_decoder().rotary_emb, getattr(self.target.config, "layer_types", None)
-        kind = () if types is None or not hasattr(rotary, "layer_types") else (types[_kind(self.target)],)
+        rotary = self.target.model.get_decoder().rotary_emb
+        # where layers of different kinds turn differently (Gemma 3), as the layer that the modules are like
+        types = getattr(self.target.config, "layer_types", None) if hasattr(rotary, "layer_types") else None
+        kind = () if types is None else (types[self.like],)
         cos, sin = rotary(torch.zeros((), device=position_N.device), position_N.unsqueeze(0), *kind)
         return cos, sin
 

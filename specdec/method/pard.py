@@ -115,11 +115,7 @@ class Pard(DraftModel):
 
     def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
         super().for_training(objective, init, statistics, warm)
-        if self.num_speculative_tokens > objective.num_depths:
-            raise ValueError(
-                f"method.num_speculative_tokens={self.num_speculative_tokens}, which decodes while training, is over "
-                f"train.objective.num_depths={objective.num_depths}; lower it"
-            )
+        objective.check(self.num_speculative_tokens)
         self.config = self.config | {"num_depths": objective.num_depths, "pard_token": self.pard_token}
 
     def masks(self, count: int) -> Tensor:

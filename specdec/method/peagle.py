@@ -98,11 +98,7 @@ class PEagle(Eagle3):
     def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
         """`mask_hidden` begins as the mean of the target's states: where nothing is known, what is usual."""
         super().for_training(objective, init, statistics, warm)
-        if self.num_speculative_tokens > objective.num_depths:
-            raise ValueError(
-                f"method.num_speculative_tokens={self.num_speculative_tokens}, which decodes while training, is over "
-                f"train.objective.num_depths={objective.num_depths}; lower it"
-            )
+        objective.check(self.num_speculative_tokens)
         self.config["num_depths"] = objective.num_depths
         if statistics is not None and not warm:
             with torch.no_grad():

@@ -41,6 +41,14 @@ class Depths(Checked):
     def weights(self, num_steps: int) -> list[float]:
         return [self.step_loss_decay**k for k in range(num_steps)]
 
+    def check(self, num_speculative_tokens: int) -> None:
+        """What decodes while training must not draft deeper than is trained."""
+        if num_speculative_tokens > self.num_depths:
+            raise ValueError(
+                f"method.num_speculative_tokens={num_speculative_tokens}, which decodes while training, is over "
+                f"train.objective.num_depths={self.num_depths}; lower it"
+            )
+
     def plan(self, batch: Batch, num_depths: int, lead: int, seed: int | str) -> unroll.Plan:
         """Rows of every depth; a sample's are drawn anew in every step of the run."""
         shares = self.down_sample_ratio, self.down_sample_ratio_min
