@@ -331,7 +331,9 @@ def test_extraction_that_is_interrupted_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         extract(source, samples, Writer(tmp_path, identity(target, source.layers), 20_000), advance)
-    (tmp_path / ".hidden-hidden-00099.safetensors.tmp").write_bytes(b"half")  # as a process that was killed leaves it
+    rest = tmp_path / ".hidden-99.tmp"  # as a process that was killed leaves it: safetensors has temporary names of its own
+    rest.mkdir()
+    (rest / ".tmp02EJKL").write_bytes(b"half")
     before = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
     stored = len(contents(tmp_path))
     made = extract(source, samples, Writer(tmp_path, identity(target, source.layers), 20_000), nothing)
@@ -349,6 +351,7 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
     def killed(tensors: Any, path: Path, metadata: Any = None) -> None:
         real(tensors, path, metadata)
         path.write_bytes(path.read_bytes()[:-100])
+        shutil.copytree(path.parent, tmp_path / ".hidden-99.tmp")  # an exception is cleaned up after; a kill is not
         raise KeyboardInterrupt
 
     source = Online(target, (1, 3))

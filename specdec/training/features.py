@@ -262,16 +262,19 @@ class Writer:
         if self.plain:
             joined, metadata = {key: joined[key] for key in ("hidden_states", "token_ids")}, None
             name = self.plain_name(self.pending[0][0])
-        temporary = self.directory / f".{PREFIX}{os.getpid()}-{name}.tmp"
+        # a directory of its own: safetensors too writes under temporary names, which only it knows, beside the file
+        temporary = self.directory / f".{PREFIX}{os.getpid()}.tmp" / name
         try:
+            temporary.parent.mkdir(exist_ok=True)
             save_file(joined, temporary, metadata=metadata)
             if self.plain:
                 temporary.replace(self.directory / name)
             else:
                 self._place(temporary)
         except (SafetensorError, OSError) as error:
-            temporary.unlink(missing_ok=True)
             raise OSError(f"{self.directory / name} could not be written ({first_line(error)}); is the disk full?") from None
+        finally:
+            shutil.rmtree(temporary.parent, ignore_errors=True)
         self.pending, self.pending_bytes = [], 0
 
     def _place(self, temporary: Path) -> None:
@@ -287,8 +290,6 @@ class Writer:
                 continue
             except OSError:  # a file system without links
                 temporary.replace(final)
-                return
-            temporary.unlink()
             return
 
     def plain_name(self, sample: Sample) -> str:
@@ -473,7 +474,7 @@ def extract(source: Online, samples: Sequence[Sample], writer: Writer, advance: 
     """
     have: set[str] = set()
     for rest in writer.directory.glob(f".{PREFIX}*.tmp"):  # what a run that was killed was about to write
-        rest.unlink()
+        shutil.rmtree(rest)
     ours = {writer.plain_name(sample) for sample in samples} if writer.plain else set()
     for path in sorted(writer.directory.glob("*.safetensors")):
         try:
