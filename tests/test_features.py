@@ -351,7 +351,8 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
     def killed(tensors: Any, path: Path, metadata: Any = None) -> None:
         real(tensors, path, metadata)
         path.write_bytes(path.read_bytes()[:-100])
-        shutil.copytree(path.parent, tmp_path / ".hidden-99.tmp", dirs_exist_ok=True)  # an exception is cleaned up after; a kill is not
+        # an exception is cleaned up after; a kill is not
+        shutil.copytree(path.parent, tmp_path / ".hidden-99.tmp", dirs_exist_ok=True)
         raise KeyboardInterrupt
 
     source = Online(target, (1, 3))
