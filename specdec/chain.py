@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from specdec import sampling
 from specdec.core import Checked, Context, Draft
 from specdec.drafter import Drafter, nothing
 from specdec.kv import SlotCache, Window, end_to_end, slot_attention
@@ -182,32 +181,20 @@ class ChainDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
-        """Greedy: argmax drafts. Probabilistic: drawn by inverse CDF from softmax(logits / T), q_BKV recorded."""
         draft_B = self.room(context)
         if not draft_B.any():
             return nothing(context)
         start_B, count_B, token_N, hidden_ND = self.caught_up(context, draft_B)
-        drafted, laws = [], []
+        drawing = self.drawing(context)
         for k in range(int(draft_B.max())):
             last_N = (np.cumsum(count_B) - 1).clip(0)
             embedding_ND = self.embed(token_N)
             state_BD, feedback_BD = self.forward_pairs(context.rows, embedding_ND, hidden_ND, start_B, count_B, last_N)
-            token_B, q_BV = self.drawn(state_BD, context, k)
-            drafted.append(token_B)
-            laws.append(q_BV)
+            token_B = drawing.draw(self.draft_logits(state_BD))
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
             token_N = end_to_end(token_B.unsqueeze(1), count_B)
             hidden_ND = end_to_end(feedback_BD.unsqueeze(1), count_B)
-        q_BKV = torch.stack(laws, 1) if self.probabilistic else None
-        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
-
-    def drawn(self, state_BD: Tensor, context: Context, k: int) -> tuple[Tensor, Any]:
-        """[B] the k-th draft token of every row, and its law if it is drawn."""
-        uniform_B = None
-        if self.probabilistic:
-            assert context.uniform_BK is not None
-            uniform_B = context.uniform_BK[:, k]
-        return self.said(*sampling.draw(self.draft_logits(state_BD), context.temperature_B, uniform_B))
+        return drawing.draft(draft_B)
 
     def caught_up(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
         """A pair for every token committed since the last call, of the rows that draft: where they begin, how many there are,
@@ -221,15 +208,27 @@ class ChainDrafter(Drafter):
             fused, ids = self.fuse(context.hidden[b]), torch.from_numpy(context.tokens(int(b))[-len(context.hidden[b]) :])
             first, ids = int(length_B[b]) - 1 - len(fused), ids.to(self.target.device, non_blocking=True)
             if len(fused) > self.num_speculative_tokens + 1:
-                for a in range(0, len(fused) - 1, PREFILL_CHUNK):
-                    c = min(a + PREFILL_CHUNK, len(fused) - 1)
-                    begin, count = np.array([first + a]), np.array([c - a])
-                    self.forward_pairs(rows[b : b + 1], self.embed(ids[a:c]), fused[a:c], begin, count, count - 1)
+                self._process(rows[b : b + 1], ids[:-1], fused[:-1], first)
                 fused, ids = fused[-1:], ids[-1:]
             start_B[b], count_B[b] = length_B[b] - 1 - len(fused), len(fused)
             hidden.append(fused)
             tokens.append(ids)
         return start_B, count_B, torch.cat(tokens), torch.cat(hidden)
+
+    def _process(self, row: np.ndarray, ids: Tensor, fused: Tensor, first: int) -> None:
+        """Pairs of one row, from position `first` on."""
+        for a in range(0, len(fused), PREFILL_CHUNK):
+            part = slice(a, a + PREFILL_CHUNK)
+            begin, count = np.array([first + a]), np.array([len(fused[part])])
+            self.forward_pairs(row, self.embed(ids[part]), fused[part], begin, count, count - 1)
+
+    @torch.inference_mode()
+    def take_in(self, context: Context) -> bool:
+        assert context.hidden is not None
+        for b in range(len(context.rows)):
+            fused, ids = self.fuse(context.hidden[b]), self._index(context.tokens(b)[-len(context.hidden[b]) :])
+            self._process(context.rows[b : b + 1], ids, fused, int(context.length_B[b]) - 1 - len(fused))
+        return True
 
     def forward_pairs(
         self,

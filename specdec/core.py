@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -30,12 +30,49 @@ class Draft:
     length_B: int64, on the host, 0..K: lengths decide shapes, so reading them must not wait for a device.
     q_BKV: the exact law that each token was drawn from; None says deterministic (the law is one-hot).
     parent_BK: for trees; a chain has none.
+    evidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
+        proposer's `gives_evidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
+        token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
+    proposer_B: which part of a composed proposer made each row's draft, by name.
     """
 
     token_BK: Tensor
     length_B: Tensor
     q_BKV: Tensor | None = None
     parent_BK: Tensor | None = None
+    evidence_BKF: Tensor | None = None
+    proposer_B: list[str] | None = None
+
+    def cut(self, length_B: np.ndarray) -> Draft:
+        """The first so many tokens of each row's draft, and no more columns than these need."""
+        most = int(length_B.max(initial=0))
+        q_BKV = None if self.q_BKV is None else self.q_BKV[:, :most]
+        evidence_BKF = None if self.evidence_BKF is None else self.evidence_BKF[:, :most]
+        return replace(
+            self, token_BK=self.token_BK[:, :most], length_B=torch.from_numpy(length_B), q_BKV=q_BKV, evidence_BKF=evidence_BKF
+        )
+
+    def among(self, place_B: np.ndarray, num_rows: int) -> Draft:
+        """The same drafts as those of rows `place_B` of `num_rows`; the others have none."""
+        if len(place_B) == num_rows:
+            return self
+        at_B = torch.from_numpy(place_B)
+
+        def spread(x: Tensor) -> Tensor:
+            return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, at_B.to(x.device, non_blocking=True), x)
+
+        names = None
+        if self.proposer_B is not None:
+            names = [""] * num_rows
+            for b, name in zip(place_B, self.proposer_B, strict=True):
+                names[b] = name
+        return Draft(
+            spread(self.token_BK),
+            spread(self.length_B),
+            None if self.q_BKV is None else spread(self.q_BKV),
+            evidence_BKF=None if self.evidence_BKF is None else spread(self.evidence_BKF),
+            proposer_B=names,
+        )
 
 
 @dataclass
@@ -108,6 +145,7 @@ class SamplingParams(Checked):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    speculative_config: dict[str, Any] | None = None  # {"num_speculative_tokens": n}: for this request at most n; 0: none
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -132,6 +170,13 @@ class SamplingParams(Checked):
 
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
+        for key, value in (self.speculative_config or {}).items():
+            if key not in ("method", "num_speculative_tokens"):
+                raise ValueError(f"speculative_config key {key!r} is not a request's; it may lower num_speculative_tokens")
+            if key == "method" and value != "none":
+                raise ValueError(f"speculative_config method={value!r} of a request: only 'none' can be said there")
+            if key == "num_speculative_tokens" and (type(value) is not int or value < 0):
+                raise ValueError(f"speculative_config num_speculative_tokens={value!r} of a request must be a number from 0 on")
         if "" in self.stop:
             raise ValueError("stop='': an empty stop string would stop every request; leave it out")
         for token, bias in (self.logit_bias or {}).items():
@@ -142,6 +187,12 @@ class SamplingParams(Checked):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it")
         return self
+
+    @property
+    def num_speculative_tokens(self) -> int | None:
+        """What the request itself says about it: 0 for none, None for the engine's."""
+        own = self.speculative_config or {}
+        return 0 if own.get("method") == "none" else own.get("num_speculative_tokens")
 
     @property
     def greedy(self) -> bool:
@@ -163,28 +214,49 @@ class SamplingParams(Checked):
 class RequestStats:
     """What happened to one request, step by step (lists of equal length), and its times in seconds.
 
-    drafted, accepted, emitted: tokens; draft_s, verify_s: duration of the step's draft and verify phases, shared with
-    the request's batch mates; batch_size: rows of the step. `emitted` is accepted + 1, less at a stop.
+    drafted, accepted, emitted: tokens; trimmed: tokens that were drafted beside and not verified; draft_s, verify_s: duration
+    of the step's draft and verify phases, shared with the request's batch mates; batch_size: rows of the step; wall_s: since
+    the request's tokens before, whatever the engine did meanwhile. `emitted` is accepted + 1, less at a stop. proposer: who
+    made the draft, where a method is composed of several; else the list stays empty.
     The token that prefill yields belongs to no step.
     """
 
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
+    trimmed: list[int] = field(default_factory=list)
     draft_s: list[float] = field(default_factory=list)
     verify_s: list[float] = field(default_factory=list)
     batch_size: list[int] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    proposer: list[str] = field(default_factory=list)
+    queue_s: float = 0.0  # from the moment the request was added until it took a row
     time_to_first_token_s: float = 0.0  # from the moment the request took its row
     prefill_s: float = 0.0  # forwards over the prompt, target and drafter
     decode_s: float = 0.0  # from the first token to the last
 
-    def add(self, drafted: int, accepted: int, emitted: int, draft_s: float, verify_s: float, batch_size: int) -> None:
+    def add(
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        draft_s: float,
+        verify_s: float,
+        batch_size: int,
+        trimmed: int = 0,
+        wall_s: float | None = None,
+        proposer: str | None = None,
+    ) -> None:
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         self.emitted.append(emitted)
+        self.trimmed.append(trimmed)
         self.draft_s.append(draft_s)
         self.verify_s.append(verify_s)
         self.batch_size.append(batch_size)
+        self.wall_s.append(draft_s + verify_s if wall_s is None else wall_s)
+        if proposer is not None:
+            self.proposer.append(proposer)
 
     def histogram(self, width: int | None = None) -> np.ndarray:
         """[d, a] number of steps that drafted d tokens and accepted a of them; steps without a draft are in row 0."""
@@ -204,6 +276,7 @@ class Request:
     seed: int = 0  # the seed that is used: params.seed, or one that the caller derived
     category: str = ""
 
+    added_at: float = 0.0  # when the engine was given it, on the clock of time.perf_counter
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string; None for eos and length
@@ -215,10 +288,12 @@ class Request:
 class Context:
     """What a proposer may look at. Row b of every field is the same request.
 
-    rows: [B] the cache row that the request holds; a proposer keeps its own state by this number.
+    Rows that draft nothing in a step are not in it: what a proposer missed of a row comes with the row's next turn.
+
+    rows: [B] the cache row that the request holds, ascending; a proposer keeps its own state by this number.
     token_RL: int64 on the host, committed tokens by cache row; `token_RL[rows[b], :length_B[b]]` are row b's.
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
-    max_draft_B: [B] how many tokens may be drafted for the row (its budget may be below K).
+    max_draft_B: [B] how many tokens may be drafted for the row, 1 to K.
     last_token_B: int64 on the device, the last committed token.
     uniform_BK: float64 on the device, the request's own noise for drawing draft tokens, if `needs_noise`.
     hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if `hidden_layers` asked for them;
@@ -253,6 +328,7 @@ class Proposer(Protocol):
     hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
     needs_logits: bool  # the logits that the last token was chosen from
     needs_noise: bool  # uniforms to draw with
+    gives_evidence: bool  # set from outside: drafts come with evidence_BKF, if the proposer has any
 
     def begin(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
@@ -263,12 +339,38 @@ class Proposer(Protocol):
 
     def propose(self, context: Context) -> Draft: ...
 
+    def take_in(self, context: Context) -> bool:
+        """Process the states of rows that have drafted nothing for long, so that they need not be kept. False: they must be."""
+        ...
+
     def more_bytes(self, rows: int, slots: int) -> int:
         """Bytes that growing its caches to that many rows and positions takes."""
         ...
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for that many rows and positions."""
+
+
+class Policy(Protocol):
+    """Decides in every step how much is drafted for each row, and how much of that is verified.
+
+    A decision about position i may look at everything but the token drawn there (Draft.evidence_BKF says what is safe);
+    tokens that the drafter chose as likeliest are not drawn, and may be looked at.
+    """
+
+    def begin(self, row: int) -> None:
+        """A request takes a row."""
+
+    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+        """[B] tokens to draft for each of the active rows, at most most_B."""
+        ...
+
+    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        """[B] tokens of each draft that are verified."""
+        ...
+
+    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+        """What came of a step: draft as it was verified, and how much of it stood."""
 
 
 class Silent:
@@ -278,12 +380,16 @@ class Silent:
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
     needs_noise = False
+    gives_evidence = False
 
     def begin(self, row: int, request: Request) -> None:
         pass
 
     def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         pass
+
+    def take_in(self, context: Context) -> bool:
+        return False
 
     def more_bytes(self, rows: int, slots: int) -> int:
         return 0

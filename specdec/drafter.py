@@ -4,7 +4,7 @@ from a first random draw to a checkpoint. `specdec.chain` adds attention; `metho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from specdec import checkpoint, linear
+from specdec import checkpoint, linear, sampling
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request, first_line
@@ -84,6 +84,7 @@ class Drafter(Learner):
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
+    gives_evidence = False
     std = 0.02  # of matrices that are drawn at random
     hidden_layers: tuple[int, ...] = ()
 
@@ -241,6 +242,9 @@ class Drafter(Learner):
 
     # ---------------------------------------------------------------- drafting
 
+    def drawing(self, context: Context) -> Drawing:
+        return Drawing(context, self.probabilistic, self.gives_evidence, self.said)
+
     def room(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft: pair i stands at position i, and the last of K drafts needs pair length + K - 3."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
@@ -259,6 +263,10 @@ class Drafter(Learner):
         if linear.can_pack(self.target.dtype, self.target.device):
             linear.pack(self)
         self.ready = True
+
+    def take_in(self, context: Context) -> bool:
+        """Only the last state of a row is ever read."""
+        return True
 
     def begin(self, row: int, request: Request) -> None:
         """Nothing to do: the first `propose` brings the prompt's states."""
@@ -329,6 +337,40 @@ class Drafter(Learner):
     def write(self, directory: Any, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
         """Save this drafter with these weights into a directory that exists and nobody reads yet."""
         native.save(directory, self.exported(state), provenance, card)
+
+
+class Drawing:
+    """A draft as it comes about, all rows a position at a time.
+
+    greedy: argmax at every temperature, a one-hot law that is not written down; probabilistic: by inverse CDF from
+    softmax(logits / T), laws recorded. said: turns tokens and laws over a draft vocabulary into such over the target's.
+    """
+
+    def __init__(self, context: Context, probabilistic: bool, evidence: bool, said: Callable[..., Any] | None = None):
+        assert not probabilistic or context.uniform_BK is not None
+        self.context, self.probabilistic, self.evidence, self.said = context, probabilistic, evidence, said
+        self.temperature_B = context.temperature_B
+        self.tokens: list[Tensor] = []
+        self.laws: list[Any] = []
+        self.odds: list[Tensor] = []
+
+    def draw(self, logits_BV: Tensor) -> Tensor:
+        """[B] the next token of every row."""
+        uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
+        token_B, q_BV = sampling.draw(logits_BV, self.temperature_B, uniform_B)
+        if self.evidence:
+            self.odds.append(sampling.log_odds(logits_BV, self.temperature_B))
+        if self.said is not None:
+            token_B, q_BV = self.said(token_B, q_BV)
+        self.tokens.append(token_B)
+        self.laws.append(q_BV)
+        return token_B
+
+    def draft(self, draft_B: np.ndarray) -> Draft:
+        """draft_B: tokens that each row really has."""
+        q_BKV = torch.stack(self.laws, 1) if self.probabilistic else None
+        evidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
+        return Draft(torch.stack(self.tokens, 1), torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF)
 
 
 def nothing(context: Context) -> Draft:

@@ -3,7 +3,8 @@
 A step, in the order in which things happen:
 
     admit     waiting requests take free rows; every prompt that is not through is processed by one more chunk
-    propose   the proposer drafts up to K tokens for every active row (ragged: a row may draft none)
+    propose   the policy, if there is one, says how much to draft for each row; the proposer drafts for rows that draft at all
+              (ragged); the policy says how much of that to verify
     forward   the target processes each row's last token and its draft, all rows in one ragged forward
     verify    logits -> laws -> the rejection scheme says how much of each draft stands, and which token comes after it
     commit    one read of the device; stop rules, append, statistics; finished requests leave their rows
@@ -26,11 +27,12 @@ import torch
 from torch import Tensor
 
 from specdec import sampling
-from specdec.core import Context, Draft, Proposer, Request, RequestStats
+from specdec.core import Context, Draft, Policy, Proposer, Request, RequestStats
 from specdec.kv import SlotCache, end_to_end, side_by_side
 from specdec.rejection import Verifier
 from specdec.target import CausalLM
 
+LONG_OUT = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
 EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
 
 
@@ -38,7 +40,8 @@ class Engine:
     """Decodes requests with one target, one proposer and one rejection scheme.
 
     max_batch_size: rows decoded together; max_model_len: most tokens of a request, prompt included (default: the model's);
-    prefill_chunk_size: most prompt tokens of one forward; cache: one to use, for engines that take turns.
+    prefill_chunk_size: most prompt tokens of one forward; cache: one to use, for engines that take turns; policy: chooses the
+    number of draft tokens by row and step, at most the proposer's K, which it is without a policy.
     """
 
     def __init__(
@@ -50,13 +53,14 @@ class Engine:
         max_model_len: int | None = None,
         prefill_chunk_size: int = 512,
         cache: SlotCache | None = None,
+        policy: Policy | None = None,
     ):
         for key, value in (("max_batch_size", max_batch_size), ("prefill_chunk_size", prefill_chunk_size)):
             if value < 1:
                 raise ValueError(f"{key}={value}: at least 1 is needed")
         if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
             raise ValueError(f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do")
-        self.target, self.proposer, self.verifier = target, proposer, verifier
+        self.target, self.proposer, self.verifier, self.policy = target, proposer, verifier, policy
         self.max_model_len = max_model_len or target.max_model_len
         self.prefill_chunk_size = prefill_chunk_size
         self.cache = target.new_cache() if cache is None else cache
@@ -69,12 +73,13 @@ class Engine:
         self.cached_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens that the target's cache holds
         self.length_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens
         self.limit_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
+        self.most_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens to draft for the request in a step
         self.step_R = np.zeros(max_batch_size, dtype=np.int64)  # verdicts so far, the prefill's included
         self.seed_R = np.zeros(max_batch_size, dtype=np.int64)
         self.simple_R = np.zeros(max_batch_size, dtype=bool)  # the next token is the argmax of the logits as they are
         self.begun_R = np.zeros(max_batch_size, dtype=bool)  # the proposer knows of the request
         self.text_R = [""] * max_batch_size  # the answer so far, if the request has stop strings
-        self.since_R = np.zeros(max_batch_size)  # when the request took the row, then when its first token came
+        self.since_R = np.zeros(max_batch_size)  # when the request took the row, then when its last tokens came
         self.stop_RV = np.zeros((max_batch_size, target.vocab_size), dtype=bool)  # tokens that end the request
         self.token_RL = np.zeros((0, 0), dtype=np.int64)  # committed tokens
         self.hidden_R: list[list[Tensor]] = [[] for _ in range(max_batch_size)]
@@ -93,6 +98,9 @@ class Engine:
                 f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no "
                 "room for an answer; shorten the prompt or raise max_model_len"
             )
+        if (asked := request.params.num_speculative_tokens) is not None and asked > self.proposer.num_speculative_tokens:
+            most = self.proposer.num_speculative_tokens
+            raise ValueError(f"request {request.id}: num_speculative_tokens={asked} is over the engine's {most}; lower it")
         if request.params.min_tokens and len(set(self._stop_ids(request))) == vocab_size:
             raise ValueError(f"request {request.id}: min_tokens forbids the stop tokens, and these are the whole vocabulary")
         for token in (min(ids), max(ids), *(request.params.logit_bias or ())):
@@ -116,7 +124,7 @@ class Engine:
         """Queue requests. All are checked before the first is taken."""
         self.prepare(*requests)
         for request in requests:
-            request.stats = RequestStats()
+            request.stats, request.added_at = RequestStats(), time.perf_counter()
             self.waiting.append(request)
 
     @property
@@ -173,18 +181,20 @@ class Engine:
             start_B, length_B = np.array([first]), np.array([last - first])
             # one row at a time: a prompt's numbers then do not depend on its neighbours', and no row is padded
             out = self.target.forward(self.cache, chunk, start_B, length_B, int(row), True, self.proposer.hidden_layers)
-            if out.hidden_NTD is not None:
+            if out.hidden_NTD is not None and self.most_R[row]:
                 self.hidden_R[row].append(out.hidden_NTD)
             self.cached_R[row] = last
             if last < self.prompt_R[row]:
                 clock.mark()
                 request.stats.prefill_s += sum(clock.seconds())
                 continue
-            self.proposer.begin(int(row), request)
-            self.begun_R[row] = True
-            nothing = Draft(chunk.new_zeros(1, 0), torch.zeros(1, dtype=torch.int64))
+            if self.most_R[row] or not self.proposer.num_speculative_tokens:
+                self.proposer.begin(int(row), request)
+                self.begun_R[row] = True
+            if self.policy is not None:
+                self.policy.begin(int(row))
             rows = np.array([row])
-            finished += self._commit(rows, nothing, self._verify(rows, nothing, out.logits), clock)
+            finished += self._commit(rows, self._nothing(1), self._verify(rows, self._nothing(1), out.logits), clock)
         return finished
 
     def _admit(self, row: int, request: Request) -> None:
@@ -195,6 +205,9 @@ class Engine:
         self.prompt_R[row] = self.length_R[row] = len(ids)
         self.cached_R[row] = self.step_R[row] = 0
         self.limit_R[row], self.seed_R[row], self.since_R[row] = self.limit(request), request.seed, time.perf_counter()
+        request.stats.queue_s = float(self.since_R[row]) - request.added_at
+        asked, most = request.params.num_speculative_tokens, self.proposer.num_speculative_tokens
+        self.most_R[row] = most if asked is None else asked
         self.simple_R[row] = request.params.greedy and request.params.plain
         self.stop_RV[row] = False
         self.stop_RV[row, self._stop_ids(request)] = True
@@ -213,30 +226,61 @@ class Engine:
         length_B = self.length_R[rows]
         assert (self.cached_R[rows] == length_B - 1).all(), "the target's cache must hold every committed token but the last"
         clock = Clock(self.target.device)
-        context = self._context(rows, length_B)
-        draft = self.proposer.propose(context)
-        if (draft.length_B.numpy() > context.max_draft_B).any():
-            who = type(self.proposer).__name__
-            raise ValueError(
-                f"{who}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
-            )
-        num_draft = int(draft.length_B.max())
-        draft.token_BK = draft.token_BK[:, :num_draft]
-        if draft.q_BKV is not None:
-            draft.q_BKV = draft.q_BKV[:, :num_draft]
+        draft, trimmed_B = self._draft(rows, length_B)
         clock.mark()
 
         count_B = draft.length_B.numpy() + 1
-        token_BJ = torch.cat([context.last_token_B.unsqueeze(1), draft.token_BK], 1)
+        last_B1 = self._on_device(self.token_RL[rows, length_B - 1]).unsqueeze(1)
+        token_BJ = torch.cat([last_B1, draft.token_BK], 1)
         # the forward takes rows 0 .. last; a row among them that decodes nothing takes part with no tokens
         start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows], count_R[rows] = length_B - 1, count_B
         out = self.target.forward(
             self.cache, end_to_end(token_BJ, count_B), start_R, count_R, hidden_layers=self.proposer.hidden_layers
         )
-        return self._commit(rows, draft, self._verify(rows, draft, out.logits), clock, out.hidden_NTD)
+        told = self._verify(rows, draft, out.logits)
+        if self.policy is not None:
+            self.policy.learn(rows, draft, told.accepted_B)
+        return self._commit(rows, draft, told, clock, out.hidden_NTD, trimmed_B)
 
-    def _context(self, rows: np.ndarray, length_B: np.ndarray) -> Context:
+    def _draft(self, rows: np.ndarray, length_B: np.ndarray) -> tuple[Draft, np.ndarray]:
+        """What is to be verified of each row, and how many tokens were drafted beside."""
+        # a step emits at least one token of its own, so more than the rest of the budget less one is waste
+        most_B = np.minimum(self.most_R[rows], self.limit_R[rows] - length_B - 1)
+        want_B = most_B if self.policy is None else self.policy.lengths(rows, most_B)
+        some = np.flatnonzero(want_B)
+        if self.proposer.hidden_layers and len(some) < len(rows):
+            self._let_take_in(rows, length_B, np.flatnonzero((want_B == 0) & (most_B > 0)))
+        if not len(some):
+            return self._nothing(len(rows)), np.zeros(len(rows), dtype=np.int64)
+        context = self._context(rows[some], length_B[some], want_B[some])
+        draft = self.proposer.propose(context)
+        if (draft.length_B.numpy() > context.max_draft_B).any():
+            who = type(self.proposer).__name__
+            raise ValueError(
+                f"{who}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
+            )
+        draft = draft.among(some, len(rows))
+        made_B = draft.length_B.numpy()
+        kept_B = made_B if self.policy is None else self.policy.kept(rows, draft)
+        return draft.cut(kept_B), made_B - kept_B
+
+    def _let_take_in(self, rows: np.ndarray, length_B: np.ndarray, idle: np.ndarray) -> None:
+        """The proposer may process the states of idle rows that have sat out for long."""
+        long = np.array([b for b in idle if sum(len(part) for part in self.hidden_R[rows[b]]) > LONG_OUT], dtype=np.int64)
+        if len(long):
+            context = self._context(rows[long], length_B[long], np.zeros(len(long), dtype=np.int64))
+            if not self.proposer.take_in(context):
+                assert context.hidden is not None
+                for row, hidden_nTD in zip(rows[long], context.hidden, strict=True):
+                    self.hidden_R[row] = [hidden_nTD]
+
+    def _nothing(self, num_rows: int) -> Draft:
+        """No draft for any row."""
+        empty = torch.zeros(num_rows, 0, dtype=torch.int64, device=self.target.device)
+        return Draft(empty, torch.zeros(num_rows, dtype=torch.int64))
+
+    def _context(self, rows: np.ndarray, length_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
         num_draft, uniform_BK = self.proposer.num_speculative_tokens, None
         if self.proposer.needs_noise:
             seed_B1, step_B1 = self.seed_R[rows, None], self.step_R[rows, None]
@@ -251,8 +295,7 @@ class Engine:
             requests=[self._request(row) for row in rows],
             token_RL=self.token_RL,
             length_B=length_B,
-            # a step emits at least one token of its own, so more than the rest of the budget less one is waste
-            max_draft_B=np.minimum(num_draft, self.limit_R[rows] - length_B - 1),
+            max_draft_B=max_draft_B,
             last_token_B=self._on_device(self.token_RL[rows, length_B - 1]),
             uniform_BK=uniform_BK,
             hidden=hidden,
@@ -322,7 +365,13 @@ class Engine:
         return self._on_device(u_BJ)
 
     def _commit(
-        self, rows: np.ndarray, draft: Draft, told: Told, clock: Clock, hidden_NTD: Tensor | None = None
+        self,
+        rows: np.ndarray,
+        draft: Draft,
+        told: Told,
+        clock: Clock,
+        hidden_NTD: Tensor | None = None,
+        trimmed_B: np.ndarray | None = None,
     ) -> list[Request]:
         """Append what stands, cut at a stop, count, and let finished requests go."""
         accepted_B, length_B, num_rows = told.accepted_B, self.length_R[rows], len(rows)
@@ -352,7 +401,8 @@ class Engine:
         if hidden_NTD is not None:
             parts = hidden_NTD.split((draft.length_B + 1).tolist())
             for row, part, count in zip(rows, parts, count_B, strict=True):
-                self.hidden_R[row].append(part[:count])
+                if self.most_R[row]:
+                    self.hidden_R[row].append(part[:count])
 
         clock.mark()
         now, times = time.perf_counter(), clock.seconds()
@@ -361,14 +411,23 @@ class Engine:
             stats = self._request(row).stats
             if self.step_R[row] == 1:
                 stats.prefill_s += sum(times)
-                stats.time_to_first_token_s = now - self.since_R[row]
-                self.since_R[row] = now
+                stats.time_to_first_token_s = now - float(self.since_R[row])
             else:
-                accepted, emitted = min(accepted_B[b], count_B[b]), count_B[b]
                 draft_s, verify_s = times
-                stats.add(int(draft.length_B[b]), int(accepted), int(emitted), draft_s, verify_s, num_rows)
+                stats.add(
+                    int(draft.length_B[b]),
+                    int(min(accepted_B[b], count_B[b])),
+                    int(count_B[b]),
+                    draft_s,
+                    verify_s,
+                    num_rows,
+                    trimmed=0 if trimmed_B is None else int(trimmed_B[b]),
+                    wall_s=now - float(self.since_R[row]),
+                    proposer=None if draft.proposer_B is None else draft.proposer_B[b],
+                )
+                stats.decode_s += stats.wall_s[-1]
+            self.since_R[row] = now
             if stopped_B[b] or self.length_R[row] >= self.limit_R[row]:
-                stats.decode_s = now - self.since_R[row]
                 finished.append(self._finish(row, bool(stopped_B[b])))
         return finished
 
@@ -388,7 +447,7 @@ class Engine:
             self.proposer.end(int(row), self.hidden_R[row])
         self.begun_R[row] = False
         self.request_R[row] = None
-        self.prompt_R[row] = self.cached_R[row] = self.length_R[row] = self.step_R[row] = 0
+        self.prompt_R[row] = self.cached_R[row] = self.length_R[row] = self.step_R[row] = self.most_R[row] = 0
 
     # ---------------------------------------------------------------- small things
 

@@ -162,3 +162,11 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> 
     tempered_BV = logits_BV.float() / temperature_B1.clamp(min=GREEDY_BELOW)
     q_BV = torch.where(temperature_B1 < GREEDY_BELOW, one_hot(best_B, logits_BV.shape[-1]), tempered_BV.softmax(-1))
     return inverse_cdf(q_BV, uniform_B), q_BV
+
+
+def log_odds(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """[B] of the likeliest token under softmax(logits / T), or softmax(logits) at temperature 0; float32, within -40..40."""
+    temperature_B1 = torch.where(temperature_B < GREEDY_BELOW, 1.0, temperature_B).unsqueeze(1)
+    logits_BV = logits_BV.float() / temperature_B1
+    log_p = logits_BV.amax(-1) - logits_BV.logsumexp(-1)
+    return (log_p - torch.log1p(-log_p.exp().clamp(max=1 - 2**-24))).clamp(-40, 40)

@@ -26,8 +26,8 @@ _WRITTEN = (  # names that runs write under
     "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
     "run.png", "train.png", "checkpoints", "best", "last", "bench.json",
 )  # fmt: skip
-_LISTS = ("drafted", "accepted", "emitted", "draft_s", "verify_s", "batch_size")
-_TIMES = ("time_to_first_token_s", "prefill_s", "decode_s")
+_LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "proposer")
+_TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "decode_s")
 
 
 def refuse_taken(out_dir: Path, resume: bool) -> None:

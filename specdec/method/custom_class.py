@@ -6,7 +6,8 @@ sampling parameters, and noise to draw with (set `needs_noise`); it may return l
     class Mine:
         def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
         def propose(self, context) -> Draft | list[list[int]]: ...
-        # optional: begin(row, request), end(row), hidden_layers, needs_logits, needs_noise, more_bytes, reserve
+        # optional: begin(row, request), end(row), take_in(context) -> bool, hidden_layers, needs_logits, needs_noise,
+        # more_bytes, reserve
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ class CustomClass(Silent):
     def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         if hasattr(self.own, "end"):
             self.own.end(row)
+
+    def take_in(self, context: Context) -> bool:
+        return bool(self.own.take_in(context)) if hasattr(self.own, "take_in") else False
 
     def more_bytes(self, rows: int, slots: int) -> int:
         return self.own.more_bytes(rows, slots) if hasattr(self.own, "more_bytes") else 0

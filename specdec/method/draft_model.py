@@ -19,11 +19,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from specdec import hub, sampling
+from specdec import hub
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request
-from specdec.drafter import check_drafting, nothing
+from specdec.drafter import Drawing, check_drafting, nothing
 from specdec.kv import end_to_end
 from specdec.target import CausalLM, capped, load_weights
 from specdec.training import losses, parallel, unroll
@@ -111,6 +111,7 @@ class DraftModel(Learner):
     init_type: ClassVar[type[Checked]] = Init
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
+    gives_evidence = False
     lead = 1
 
     def __init__(
@@ -159,31 +160,26 @@ class DraftModel(Learner):
     def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         del self.written_R[row]
 
+    def take_in(self, context: Context) -> bool:
+        return False
+
     def propose(self, context: Context) -> Draft:
-        """Greedy: argmax drafts. Probabilistic: drawn by inverse CDF from softmax(logits / T), q_BKV recorded."""
         rows, draft_B = context.rows, self.room(context)
         if not draft_B.any():
             return nothing(context)
         start_B, missing = self.missing(context, draft_B)
         count_B = np.array([len(tokens) for tokens in missing])
         token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
-        drafted, laws = [], []
+        drawing = Drawing(context, self.probabilistic, self.gives_evidence)
         for k in range(int(draft_B.max())):
             # of a row without tokens, logits that nobody reads
             logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))
-            uniform_B = None
-            if self.probabilistic:
-                assert context.uniform_BK is not None
-                uniform_B = context.uniform_BK[:, k]
-            token_B, q_BV = sampling.draw(logits_BV, context.temperature_B, uniform_B)
-            drafted.append(token_B)
-            laws.append(q_BV)
+            token_B = drawing.draw(logits_BV)
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
             token_N = end_to_end(token_B.unsqueeze(1), count_B)
         for b in np.flatnonzero(draft_B):
             self.written_R[rows[b]] = int(context.length_B[b] + draft_B[b] - 1)
-        q_BKV = torch.stack(laws, 1) if self.probabilistic else None  # type: ignore[arg-type]
-        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
+        return drawing.draft(draft_B)
 
     def room(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row whose context is used up drafts

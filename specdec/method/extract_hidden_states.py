@@ -53,10 +53,14 @@ class ExtractHiddenStates(Silent):
     def begin(self, row: int, request: Request) -> None:
         self.request_R[row], self.hidden_R[row] = request, []
 
-    def propose(self, context: Context) -> Draft:
+    def take_in(self, context: Context) -> bool:
         assert context.hidden is not None
         for row, hidden_nTD in zip(context.rows.tolist(), context.hidden, strict=True):
             self.hidden_R[row].append(hidden_nTD)
+        return True
+
+    def propose(self, context: Context) -> Draft:
+        self.take_in(context)
         nothing = context.last_token_B.new_zeros(len(context.rows), 0)
         return Draft(nothing, torch.zeros(len(context.rows), dtype=torch.int64))
 

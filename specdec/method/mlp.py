@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec import sampling
 from specdec.core import Checked, Context, Draft
 from specdec.drafter import Drafter, nothing
 from specdec.target import CausalLM
@@ -141,21 +140,16 @@ class MLP(Drafter):
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
-        """Greedy: argmax drafts. Probabilistic: drawn by inverse CDF from softmax(logits / T), q_BKV recorded."""
         draft_B = self.room(context)
         if not draft_B.any():
             return nothing(context)
         assert context.hidden is not None
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
-        token_B, drafted, laws = context.last_token_B, [], []
+        token_B, drawing = context.last_token_B, self.drawing(context)
         for k in range(int(draft_B.max())):
             state_BD = self.step(k, state_BD, token_B)
-            uniform_B = context.uniform_BK[:, k] if self.probabilistic and context.uniform_BK is not None else None
-            token_B, q_BV = self.said(*sampling.draw(self.head_logits(k, state_BD), context.temperature_B, uniform_B))
-            drafted.append(token_B)
-            laws.append(q_BV)
-        q_BKV: Any = torch.stack(laws, 1) if self.probabilistic else None  # type: ignore[arg-type]
-        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
+            token_B = drawing.draw(self.head_logits(k, state_BD))
+        return drawing.draft(draft_B)
 
     def num_steps(self, progress: float) -> int:
         return self.num_heads

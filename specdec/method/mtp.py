@@ -185,15 +185,11 @@ class MTP(ChainDrafter):
         tokens: list[np.ndarray] = []
         parts: list[Tensor] = []
         start_B, count_B = context.length_B - 1, np.zeros(len(context.rows), dtype=np.int64)
-        for b, row in enumerate(context.rows):
-            fused, end = self.fuse(context.hidden[b]), int(context.length_B[b]) - 1
-            if row in self.tail:
-                behind, kept = self.tail[row]
-                fused = torch.cat([kept[: max(len(kept) - (behind - end + len(fused)), 0)], fused])
-            self.tail[row] = end, fused[-num_later:]
+        for b in range(len(context.rows)):
+            fused, first = self._with_tail(context, b)
             if not draft_B[b]:
                 continue
-            first, ids = end - len(fused), context.tokens(b)
+            ids = context.tokens(b)
             settled = len(fused) - num_later  # pairs that every module has the tokens for
             if settled > len(self.mtp):
                 self._settle(context.rows[b : b + 1], ids, fused[:settled], first)
@@ -205,7 +201,7 @@ class MTP(ChainDrafter):
             return nothing(context)
         hidden_ND, last = torch.cat(parts), self._index((np.cumsum(count_B) - 1).clip(0))
         committed_N, every = self._index(np.concatenate(tokens)), np.arange(int(count_B.sum()))
-        row_N, drafted, laws = np.repeat(np.arange(len(count_B)), count_B), [], []  # type: ignore[var-annotated]
+        row_N, drawing = np.repeat(np.arange(len(count_B)), count_B), self.drawing(context)
         first_N = (np.cumsum(count_B) - count_B)[row_N]
         for k in range(int(draft_B.max())):
             # the pair at place i of a row takes the token k further on: a committed one, or a draft
@@ -213,15 +209,31 @@ class MTP(ChainDrafter):
             over_N = ahead_N - count_B[row_N]
             token_N = committed_N[self._index(np.minimum(ahead_N, count_B[row_N] - 1) + first_N)]
             if k:
-                said_N = torch.stack(drafted, 1)[self._index(row_N), self._index(over_N.clip(0))]
+                said_N = torch.stack(drawing.tokens, 1)[self._index(row_N), self._index(over_N.clip(0))]
                 token_N = torch.where(self._index(over_N >= 0), said_N, token_N)
             window = context.rows, self.embed(token_N), hidden_ND, start_B, count_B, every
             state_ND, hidden_ND = self.forward_pairs(*window, module=k)
-            token_B, q_BV = self.drawn(state_ND[last], context, k)
-            drafted.append(token_B)
-            laws.append(q_BV)
-        q_BKV: Any = torch.stack(laws, 1) if self.probabilistic else None
-        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
+            drawing.draw(self.draft_logits(state_ND[last]))
+        return drawing.draft(draft_B)
+
+    def _with_tail(self, context: Context, b: int) -> tuple[Tensor, int]:
+        """The states of row b since its last call and those that later modules read again, and where they begin."""
+        assert context.hidden is not None
+        row, fused, end = int(context.rows[b]), self.fuse(context.hidden[b]), int(context.length_B[b]) - 1
+        if row in self.tail:
+            behind, kept = self.tail[row]
+            fused = torch.cat([kept[: max(len(kept) - (behind - end + len(fused)), 0)], fused])
+        self.tail[row] = end, fused[1 - len(self.mtp) :]
+        return fused, end - len(fused)
+
+    @torch.inference_mode()
+    def take_in(self, context: Context) -> bool:
+        if len(self.mtp) == 1:
+            return super().take_in(context)
+        for b in range(len(context.rows)):
+            fused, first = self._with_tail(context, b)
+            self._settle(context.rows[b : b + 1], context.tokens(b), fused[: 1 - len(self.mtp)], first)
+        return True
 
     def _settle(self, row: np.ndarray, ids: np.ndarray, fused: Tensor, first: int) -> None:
         """Every module over pairs of one row from position `first` on, all of whose tokens are committed."""

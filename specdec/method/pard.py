@@ -107,9 +107,13 @@ class Pard(DraftModel):
         q_BKV = None
         if q_NV is not None:
             q_BKV = q_NV.new_zeros(len(rows), num_draft, q_NV.shape[1]).index_put_((at_N[0], at_N[1]), q_NV)
+        evidence_BKF = None
+        if self.gives_evidence:
+            odds_N = sampling.log_odds(logits_NV, context.temperature_B[at_N[0]])
+            evidence_BKF = odds_N.new_zeros(len(rows), num_draft, 1).index_put_((at_N[0], at_N[1]), odds_N.unsqueeze(1))
         for b in np.flatnonzero(draft_B):
             self.written_R[rows[b]] = int(context.length_B[b])
-        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV)
+        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF)
 
     # ---------------------------------------------------------------- training
 

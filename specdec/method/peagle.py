@@ -88,10 +88,10 @@ class PEagle(Eagle3):
         state_ND, _ = self.forward_pairs(
             context.rows, embedding, hidden, start_B, count_B, asked_BK.clip(0, count_B.sum() - 1).flatten()
         )
-        state_BKD = state_ND.unflatten(0, asked_BK.shape)
-        drafted, laws = zip(*(self.drawn(state_BKD[:, k], context, k) for k in range(num_draft)), strict=True)
-        q_BKV = torch.stack(laws, 1) if self.probabilistic else None
-        return Draft(torch.stack(drafted, 1), torch.from_numpy(draft_B), q_BKV)
+        drawing = self.drawing(context)
+        for state_BD in state_ND.unflatten(0, asked_BK.shape).unbind(1):
+            drawing.draw(self.draft_logits(state_BD))
+        return drawing.draft(draft_B)
 
     # ---------------------------------------------------------------- training
 
