@@ -62,6 +62,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         passes.insert(0, (out_dir / "baseline.jsonl", method.build("none", target), rejection.build("standard")))
     cache = target.new_cache()
     engines = [Engine(target, own, judge, cache=cache, **shape) for _, own, judge in passes]
+    engines[-1].policy = speculative.policy(target, proposer, cfg["max_batch_size"])
     for engine in engines:
         tasks.prepare(engine, chosen, params)
     track.claim(out_dir, cfg["resume"], identity)

@@ -199,6 +199,8 @@ def _check_type(key: str, value: Any, default: Any) -> None:
         raise ValueError(f"out_dir={value!r} must be the path of a directory")
     if isinstance(default, DictConfig) and not isinstance(value, dict | DictConfig):
         raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default))!s}: ...}}")
+    if key.split(".")[-1] == "num_speculative_tokens" and value == "auto":
+        return
     if key in _NULLABLE:
         default = None if value is None else 0.0 if key == "train.num_epochs" else 0
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
@@ -300,9 +302,13 @@ def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
     """What the config says about the method and the rejection scheme, as vLLM's object: the groups, or the object itself."""
     if cfg["speculative_config"] is not None:
         return cfg["speculative_config"]
-    settings = {
-        key: value for key, value in {**cfg["method"], **cfg["rejection"]}.items() if value is not None and key != "name"
+    deciding = {
+        key: cfg[key] for key in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
     }
+    if not deciding["enable_adaptive_verification"]:
+        del deciding["enable_adaptive_verification"]
+    given = {**cfg["method"], **cfg["rejection"], **deciding}
+    settings = {key: value for key, value in given.items() if value is not None and key != "name"}
     return {**settings, "method": cfg["method"]["name"], "rejection_sample_method": cfg["rejection"]["name"]}
 
 

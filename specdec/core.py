@@ -113,7 +113,8 @@ class Checked(BaseModel):
             first = error.errors()[0]
             if first["type"] == "value_error":
                 raise ValueError(str(first["ctx"]["error"])) from None
-            key = ".".join(str(part) for part in first["loc"])
+            # a field of several types has the failing type behind its name
+            key = ".".join(str(part) for part in first["loc"] if part not in ("int", "str") and "[" not in str(part))
             raise ValueError(f"{self.what} {key}={first['input']!r}: {first['msg'].lower()}") from None
 
 
@@ -264,6 +265,20 @@ class RequestStats:
         histogram = np.zeros((width, width), dtype=np.int64)
         np.add.at(histogram, (self.drafted, self.accepted), 1)
         return histogram
+
+
+@dataclass
+class Step:
+    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the clock of
+    time.perf_counter."""
+
+    made_B: np.ndarray
+    drafted_B: np.ndarray
+    accepted_B: np.ndarray
+    emitted_B: np.ndarray
+    draft_s: float
+    verify_s: float
+    at: float
 
 
 @dataclass

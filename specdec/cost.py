@@ -1,16 +1,28 @@
-"""What a forward costs on this machine: v(n), the time to process n tokens per row, in the very process that decodes."""
+"""What drafting and verifying cost on this machine: measured tables, and what they predict.
+
+A table holds the seconds of the engine's two phases, framework and all: V(rows, tokens), the verification of a step, and
+D(rows, k), the drafting of k tokens for each of so many rows. Whoever chooses how much to draft reads it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from specdec.engine import Clock
+from specdec import rejection
+from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent, Step
+from specdec.engine import Clock, Engine
 from specdec.target import CausalLM
 
 POINTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 25, 33, 49, 65)
+LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16, 24)  # of drafts; the longest that a drafter can make is added
+FORMAT = "specdec-cost"
 
 
 def verify_seconds(
@@ -37,3 +49,233 @@ def verify_seconds(
                 times[n] += clock.seconds()
     least = [min(times[n]) for n in sizes]
     return lambda n: float(np.interp(n, sizes, least))
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds by rows and tokens; linear in between and beyond.
+
+    batch_sizes: ascending rows; draft_lengths: ascending k from 0 on; verify_s[i][j]: a step that verifies draft_lengths[j] + 1
+    tokens in each of batch_sizes[i] rows; draft_s[i][j]: drafting draft_lengths[j] tokens for each of them. about: what was
+    measured, and where. schedule: a proposal for num_speculative_tokens_per_batch_size, if one was made.
+    """
+
+    batch_sizes: list[int]
+    draft_lengths: list[int]
+    verify_s: list[list[float]]
+    draft_s: list[list[float]]
+    about: dict[str, Any]
+    schedule: list[list[int]] | None = None
+
+    def verify(self, rows: int, tokens: Any) -> Any:
+        """Seconds of a step of that many rows and, all of them together, tokens (a number or an array)."""
+        per_row = np.asarray(tokens, dtype=float) / rows - 1
+        of_size = [linear(per_row, self.draft_lengths, seconds) for seconds in self.verify_s]
+        return _across(rows, self.batch_sizes, of_size)
+
+    def draft(self, lengths_B: Any) -> float:
+        """Seconds of drafting so many tokens for each row. Rows that need fewer leave earlier."""
+        lengths_B = np.asarray(lengths_B)
+        rounds = [(lengths_B >= k).sum() for k in range(1, int(lengths_B.max(initial=0)) + 1)]
+        return float(sum(self.draft_round(k, rows) for k, rows in enumerate(rounds, 1)))
+
+    def draft_round(self, k: int, rows: Any) -> Any:
+        """Seconds that the k-th token of a draft adds (k from 1 on), for that many rows (a number or an array, 0 allowed)."""
+        of_size = [
+            linear(k, self.draft_lengths, seconds) - (linear(k - 1, self.draft_lengths, seconds) if k > 1 else 0.0)
+            for seconds in self.draft_s
+        ]
+        seconds = linear(np.maximum(rows, 1), self.batch_sizes, of_size) if len(of_size) > 1 else of_size[0]
+        return np.where(np.asarray(rows) > 0, np.maximum(seconds, 0.0), 0.0)
+
+    def step(self, step: Step) -> float:
+        """Seconds of a step as it was."""
+        rows = len(step.drafted_B)
+        return self.draft(step.made_B) + float(self.verify(rows, rows + step.drafted_B.sum()))
+
+    def save(self, path: Path) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(json.dumps({"format": FORMAT, "format_version": 1, **asdict(self)}, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def load(path: str | Path) -> CostTable:
+    """A table that `save` wrote. ValueError, one line, for anything else."""
+    path = Path(path).expanduser()
+    try:
+        told = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cost table {path}: cannot be read ({error.strerror}); make one with eval/profile_cost.py") from None
+    except ValueError:
+        told = None
+    if not isinstance(told, dict) or told.pop("format", None) != FORMAT or told.pop("format_version", None) != 1:
+        raise ValueError(f"cost table {path}: not a file of eval/profile_cost.py")
+    try:
+        table = CostTable(**told)
+        shape = len(table.batch_sizes), len(table.draft_lengths)
+        for name, axis in (("batch_sizes", table.batch_sizes), ("draft_lengths", table.draft_lengths)):
+            if not axis or any(type(x) is not int for x in axis) or sorted(set(axis)) != axis:
+                raise ValueError(f"{name} must be ascending numbers")
+        for name, seconds in (("verify_s", table.verify_s), ("draft_s", table.draft_s)):
+            values = np.array(seconds, dtype=float)
+            if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
+                raise ValueError(f"{name} must be {shape[0]} x {shape[1]} seconds")
+        if table.batch_sizes[0] < 1 or table.draft_lengths[0] != 0:
+            raise ValueError("batch_sizes begin at 1 or more, draft_lengths at 0")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cost table {path}: {error}; make one with eval/profile_cost.py") from None
+    return table
+
+
+def linear(x: Any, known: Sequence[float], values: Any) -> Any:
+    """Linear interpolation; beyond the ends the last slope goes on, and nothing falls below 0. values: by `known`, of any
+    further shape."""
+    values = np.asarray(values, dtype=float)
+    if len(known) == 1:
+        return values[0] + np.zeros_like(np.asarray(x, dtype=float))
+    x = np.asarray(x, dtype=float)
+    place = np.clip(np.searchsorted(known, x) - 1, 0, len(known) - 2)
+    low, high = np.asarray(known, dtype=float)[place], np.asarray(known, dtype=float)[place + 1]
+    share = (x - low) / (high - low)
+    return np.maximum(values[place] * (1 - share) + values[place + 1] * share, 0.0)
+
+
+def _across(rows: int, sizes: Sequence[int], of_size: list[Any]) -> Any:
+    """The two neighbours of a batch size, mixed."""
+    if len(sizes) == 1:
+        return of_size[0] * rows / sizes[0]
+    place = int(np.clip(np.searchsorted(sizes, rows) - 1, 0, len(sizes) - 2))
+    share = (rows - sizes[place]) / (sizes[place + 1] - sizes[place])
+    return np.maximum(of_size[place] * (1 - share) + of_size[place + 1] * share, 0.0)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+class _Padded(Silent):
+    """Another proposer, whose drafts are filled up, so that what is verified has the size that was asked for."""
+
+    def __init__(self, inner: Proposer, most: int):
+        self.inner, self.num_speculative_tokens, self.hidden_layers = inner, most, inner.hidden_layers
+        self.needs_logits, self.needs_noise = inner.needs_logits, inner.needs_noise
+        self.more_bytes, self.reserve = inner.more_bytes, inner.reserve  # type: ignore[method-assign]
+        self.begin, self.end, self.take_in = inner.begin, inner.end, inner.take_in  # type: ignore[method-assign]
+
+    def propose(self, context: Context) -> Draft:
+        asked_B, own = context.max_draft_B, self.inner.num_speculative_tokens
+        token_BK = context.last_token_B.unsqueeze(1).repeat(1, int(asked_B.max()))
+        if own:
+            context.max_draft_B = np.minimum(asked_B, own)
+            made = self.inner.propose(context)
+            token_BK[:, : made.token_BK.shape[1]] = made.token_BK
+        return Draft(token_BK, torch.from_numpy(asked_B))
+
+
+class _Forced:
+    """A policy that drafts as long as it is told."""
+
+    length = 0
+
+    def begin(self, row: int) -> None:
+        pass
+
+    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+        return np.minimum(most_B, self.length)
+
+    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        return draft.length_B.numpy()
+
+    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+        pass
+
+
+def measure(
+    target: CausalLM,
+    proposer: Proposer,
+    batch_sizes: Sequence[int],
+    most: int | None = None,
+    context: int = 256,
+    repeats: int = 5,
+    params: SamplingParams | None = None,
+    advance: Callable[[], object] = lambda: None,
+) -> CostTable:
+    """Run the engine with drafts of every length in turn, batch size by batch size, and keep the median of each phase.
+
+    most: the longest draft, at least (default: the proposer's K); context: tokens of each row, made up; advance: called after
+    every step. The first round of a batch size warms up. Lengths come in turn, so that a slow moment of the machine hits them
+    alike.
+    """
+    longest = max(most or 0, proposer.num_speculative_tokens)
+    lengths = sorted({k for k in LENGTHS if k < longest} | {0, longest})
+    forced, room = _Forced(), (repeats + 1) * sum(k + 1 for k in lengths) + 2
+    context = max(min(context, target.max_model_len - room), 2)
+    if context + room > target.max_model_len:
+        raise ValueError(
+            f"measuring takes {room + 2} tokens of a row, and {target.name} holds {target.max_model_len}; "
+            "lower num_speculative_tokens"
+        )
+    base = params or SamplingParams(temperature=0)
+    own = base.model_copy(update={"max_tokens": room, "ignore_eos": True, "stop": [], "min_tokens": 0})
+    verifier = rejection.build("standard")
+    verify: list[list[float]] = []
+    draft: list[list[float]] = []
+    noise = np.random.default_rng(0)
+    cache = target.new_cache()
+    for rows in batch_sizes:
+        engine = Engine(target, _Padded(proposer, longest), verifier, rows, context + room, cache=cache, policy=forced)
+        prompts = noise.integers(0, target.vocab_size, (rows, context)).tolist()
+        engine.add(*(Request(f"{i}", ids, own, i) for i, ids in enumerate(prompts)))
+        engine.steps = []
+        for repeat in range(repeats + 1):
+            for forced.length in lengths:
+                engine.step()
+                advance()
+            if not repeat:
+                engine.steps.clear()
+        steps = [engine.steps[j :: len(lengths)] for j in range(len(lengths))]
+        verify.append([float(np.median([step.verify_s for step in own])) for own in steps])
+        draft.append([float(np.median([step.draft_s for step in own])) for own in steps])
+        engine.clear()
+    getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
+    about = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        "method": type(proposer).__module__.rpartition(".")[2],
+        "context": context,
+        "repeats": repeats,
+        "num_threads": torch.get_num_threads(),
+    }
+    return CostTable(list(batch_sizes), lengths, verify, draft, about)
+
+
+def sizes_up_to(max_batch_size: int) -> list[int]:
+    """1, 2, 4, ... and the batch size itself."""
+    return sorted({2**i for i in range(max_batch_size.bit_length()) if 2**i <= max_batch_size} | {max_batch_size})
+
+
+# ---------------------------------------------------------------- predicting
+
+
+def predicted_seconds(steps: Iterable[Step], table: CostTable) -> float:
+    """What the steps should have taken."""
+    return sum(table.step(step) for step in steps)
+
+
+def best_schedule(table: CostTable, survival: Sequence[float], num_speculative_tokens: int) -> list[list[int]]:
+    """[[first batch size, last, K], ...] with the K that makes most tokens per second by the table.
+
+    survival: P(the first i draft tokens all stand) for i = 1 ..., of drafts that are not cut short; beyond its end, nothing.
+    A row that drafts nothing emits 1.
+    """
+    most = min(num_speculative_tokens, len(survival))
+    expected = 1 + np.concatenate([[0.0], np.cumsum(survival[:most])])
+    found: list[list[int]] = []
+    for rows in range(1, table.batch_sizes[-1] + 1):
+        seconds = [float(table.verify(rows, rows * (k + 1))) + table.draft(np.full(rows, k)) for k in range(most + 1)]
+        best = int(np.argmax(rows * expected / seconds))
+        if found and found[-1][2] == best:
+            found[-1][1] = rows
+        else:
+            found.append([rows, rows, best])
+    return found

@@ -85,6 +85,7 @@ class Drafter(Learner):
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
     gives_evidence = False
+    longest: int | None = None  # draft that it was made for, if there is a limit
     std = 0.02  # of matrices that are drawn at random
     hidden_layers: tuple[int, ...] = ()
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specdec import sampling
-from specdec.core import Context, Draft, Policy, Proposer, Request, RequestStats
+from specdec.core import Context, Draft, Policy, Proposer, Request, RequestStats, Step
 from specdec.kv import SlotCache, end_to_end, side_by_side
 from specdec.rejection import Verifier
 from specdec.target import CausalLM
@@ -65,6 +65,7 @@ class Engine:
         self.prefill_chunk_size = prefill_chunk_size
         self.cache = target.new_cache() if cache is None else cache
         self.waiting: deque[Request] = deque()
+        self.steps: list[Step] | None = None  # a list that is put here gets every step
 
         # what is known about the request in each row of the cache; "R" arrays are on the host unless they are tensors
         self.max_batch_size = max_batch_size
@@ -406,6 +407,10 @@ class Engine:
 
         clock.mark()
         now, times = time.perf_counter(), clock.seconds()
+        if trimmed_B is not None and self.steps is not None:
+            drafted_B, draft_s, verify_s = draft.length_B.numpy(), *times
+            made_B, stood_B = drafted_B + trimmed_B, np.minimum(accepted_B, count_B)
+            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, now))
         finished = []
         for b, row in enumerate(rows):
             stats = self._request(row).stats

@@ -8,17 +8,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import ConfigDict
 
-from specdec import checkpoint, method, rejection, sampling
-from specdec.core import Checked, Proposer, Request, SamplingParams, nearest
+from specdec import adaptive, checkpoint, cost, method, rejection, sampling
+from specdec.adaptive import Adaptive, Scheduled
+from specdec.core import Checked, Policy, Proposer, Request, SamplingParams, nearest
 from specdec.engine import Engine
 from specdec.rejection import Verifier
 from specdec.stats import SpecDecodeMetrics
@@ -40,8 +42,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "disable_lookahead_block_hashes": (None, False),
     "use_local_argmax_reduction": (None, False),
     "use_heterogeneous_vocab": (None, False),
-    "num_speculative_tokens_per_batch_size": (None,),
-    "enable_adaptive_verification": (None, False),
     "dspark_draft_topk": (None,),
     "xpress_topc": (None,),
     "fly_window_size": (None,),
@@ -56,8 +56,10 @@ _PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}  # what a method is call
 class SpeculativeConfig(Checked):
     """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
 
-    A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts; so is
-    `pard_token`, for a parallel draft model whose config.json lacks it.
+    A key whose feature is not built is an error that says so. Ours are `prompt_lookup_latest`: the rightmost match counts;
+    `pard_token`, for a parallel draft model whose config.json lacks it; `num_speculative_tokens="auto"`: as many as pay, by row
+    and step; a file with a schedule as `num_speculative_tokens_per_batch_size`; `cost_table`: a file of eval/profile_cost.py,
+    for what decides by costs; without it they are measured at the start.
     `shared_storage_path` and `include_output_tokens` of extract_hidden_states are settings of a connector in vLLM.
     """
 
@@ -67,7 +69,10 @@ class SpeculativeConfig(Checked):
 
     method: str | None = None
     model: str | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | Literal["auto"] | None = None
+    num_speculative_tokens_per_batch_size: list[Any] | str | None = None
+    enable_adaptive_verification: bool | None = None
+    cost_table: str | None = None
     max_model_len: int | None = None
     revision: str | None = None
     prompt_lookup_min: int | None = None
@@ -143,10 +148,49 @@ class SpeculativeConfig(Checked):
                 return name
         return "draft_model"
 
+    @property
+    def schedule(self) -> list[list[int]] | None:
+        """K by batch size, in order, if it is given."""
+        given = self.num_speculative_tokens_per_batch_size
+        if isinstance(given, str):
+            if (found := cost.load(given).schedule) is None:
+                raise ValueError(f"{given} holds no schedule; eval/profile_cost.py proposes one with acceptance=DIR")
+            given = found
+        return None if given is None else adaptive.check_schedule(given)
+
+    @property
+    def decides(self) -> bool:
+        """Whether costs and acceptance decide how much is drafted or verified."""
+        return self.num_speculative_tokens == "auto" or bool(self.enable_adaptive_verification)
+
+    def policy(self, target: CausalLM, proposer: Proposer, max_batch_size: int) -> Policy | None:
+        """What says by row and step how much to draft and to verify; None: always as much as there is. Costs are measured here
+        if no table is given."""
+        most, schedule = proposer.num_speculative_tokens, self.schedule
+        scheduled = None if schedule is None else Scheduled(schedule, most)
+        if not self.decides or not most:
+            return scheduled
+        if self.cost_table is not None:
+            table = cost.load(self.cost_table)
+        else:
+            print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
+            table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size), repeats=3)
+        auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
+        proposer.gives_evidence = trims
+        return Adaptive(table, most, max_batch_size, auto, trims, scheduled)
+
     def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
         """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
         name = self.resolved_method
         given = {key: value for key, value in self.model_dump().items() if value is not None}
+        for key in _POLICY:
+            given.pop(key, None)
+        self.check_policy(name)
+        auto = given.get("num_speculative_tokens") == "auto"
+        if auto:
+            given.pop("num_speculative_tokens")
+            if name != "suffix":  # whose drafts end by themselves
+                given["num_speculative_tokens"] = 1 if hasattr(method.find(name), "longest") else adaptive.AUTO_MOST
         scheme = given.pop("rejection_sample_method")
         given.pop("method", None)
         given.pop("parallel_drafting", None)
@@ -176,9 +220,31 @@ class SpeculativeConfig(Checked):
         if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
             rejection.build(scheme, num_draft, **scheme_params)
         proposer = method.build(name, target, **given)
+        if auto and hasattr(proposer, "longest"):
+            proposer.num_speculative_tokens = min(adaptive.AUTO_MOST, proposer.longest or adaptive.AUTO_MOST)
         return proposer, rejection.build(scheme, proposer.num_speculative_tokens, **scheme_params)
 
+    def check_policy(self, name: str) -> None:
+        """Raise ValueError for keys about the length of drafts that do not go together."""
+        said = [key for key in _POLICY if getattr(self, key) not in (None, False)]
+        if self.num_speculative_tokens == "auto":
+            said.append("num_speculative_tokens=auto")
+        if said and name in ("none", "extract_hidden_states"):
+            raise ValueError(f"method {name!r} drafts nothing, so {said[0]} says nothing; leave it out")
+        if self.num_speculative_tokens == "auto" and self.num_speculative_tokens_per_batch_size is not None:
+            raise ValueError("num_speculative_tokens=auto and num_speculative_tokens_per_batch_size both choose K; give one")
+        if self.num_speculative_tokens == "auto" and self.rejection_sample_method == "synthetic":
+            raise ValueError("num_speculative_tokens=auto: synthetic acceptance needs a number, which its rates are for")
+        if self.cost_table is not None and not self.decides:
+            raise ValueError(
+                "cost_table is for num_speculative_tokens=auto and enable_adaptive_verification=true; leave it out, or add one"
+            )
+        _ = self.schedule
+        if self.cost_table is not None:
+            cost.load(self.cost_table)
 
+
+_POLICY = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
 _MODEL_HINT = {
     "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
     "custom_class": "give the dotted path of your class, 'package.module.Class'",
@@ -241,7 +307,9 @@ class LLM:
         _ = self.speculative_config.resolved_method  # a typo is found before the target is loaded
         self.target = CausalLM(model, dtype, device, revision)
         proposer, verifier = self.speculative_config.build(self.target)
-        self.engine = Engine(self.target, proposer, verifier, max_batch_size, max_model_len, prefill_chunk_size)
+        policy = self.speculative_config.policy(self.target, proposer, max_batch_size)
+        shape = max_batch_size, max_model_len, prefill_chunk_size
+        self.engine = Engine(self.target, proposer, verifier, *shape, policy=policy)
         self.seed = seed
         self._counter = itertools.count()
 

@@ -112,6 +112,7 @@ class DraftModel(Learner):
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
     gives_evidence = False
+    longest: int | None = None  # draft that it was made for, if there is a limit
     lead = 1
 
     def __init__(

@@ -89,7 +89,8 @@ class MLP(Drafter):
         given = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
         self.inner_dim = inner = int(self.resolved(self.target, given.model_dump())["inner_dim"])
-        self.num_heads, self.scale_input = given.n_predict, given.scale_input
+        self.num_heads = self.longest = given.n_predict
+        self.scale_input = given.scale_input
         if inner != self.target.hidden_size and not config.get("own_lm_head"):
             raise ValueError(
                 f"inner_dim={inner} does not fit the target's output layer ({self.target.hidden_size} wide); "

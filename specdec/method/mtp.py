@@ -135,6 +135,7 @@ class MTP(ChainDrafter):
                 f"num_speculative_tokens={self.num_speculative_tokens}, and this drafter has a module for each of "
                 f"{num_modules} tokens; lower it"
             )
+        self.longest = num_modules if num_modules > 1 else None
         self.mtp = nn.ModuleList(Module(self.target, place) for place in range(num_modules))
         # of each row, the last states, which later modules will read again, and the position behind them; a prompt's come from
         # position 0 on, so those of the row's request before are not read

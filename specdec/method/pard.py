@@ -80,7 +80,7 @@ class Pard(DraftModel):
                 f"num_speculative_tokens={num_speculative_tokens} is over the {num_depths} that {name} was trained for; "
                 "lower it"
             )
-        self.pard_token = mask
+        self.pard_token, self.longest = mask, num_depths
 
     # ---------------------------------------------------------------- drafting
 

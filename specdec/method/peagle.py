@@ -51,10 +51,11 @@ class PEagle(Eagle3):
 
     def build(self, config: dict[str, Any]) -> None:
         super().build({key: value for key, value in config.items() if key != "num_depths"})
-        if (most := config.get("num_depths")) is not None and self.num_speculative_tokens > most:
+        self.longest = config.get("num_depths")
+        if self.longest is not None and self.num_speculative_tokens > self.longest:
             raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens} is over the {most} that this drafter was trained for; "
-                "lower it"
+                f"num_speculative_tokens={self.num_speculative_tokens} is over the {self.longest} that this drafter was "
+                "trained for; lower it"
             )
         mask, last = config.get("mask_token_id"), self.target.vocab_size - 1
         if not isinstance(mask, int) or not 0 <= mask <= last:
