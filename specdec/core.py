@@ -310,6 +310,7 @@ class Context:
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
     max_draft_B: [B] how many tokens may be drafted for the row, 1 to K.
     last_token_B: int64 on the device, the last committed token.
+    stood_B: [B] how many tokens of the row's last draft stood; whatever else a proposer made of that draft is worth nothing.
     uniform_BK: float64 on the device, the request's own noise for drawing draft tokens, if `needs_noise`.
     hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if `hidden_layers` asked for them;
         they stand at positions `length_B[b] - 1 - n .. length_B[b] - 2`.
@@ -322,6 +323,7 @@ class Context:
     length_B: np.ndarray
     max_draft_B: np.ndarray
     last_token_B: Tensor
+    stood_B: np.ndarray | None = None
     uniform_BK: Tensor | None = None
     hidden: list[Tensor] | None = None
     logits_BV: Tensor | None = None

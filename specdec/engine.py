@@ -75,6 +75,7 @@ class Engine:
         self.length_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens
         self.limit_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
         self.most_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens to draft for the request in a step
+        self.stood_R = np.zeros(max_batch_size, dtype=np.int64)  # tokens of the last draft that stood
         self.step_R = np.zeros(max_batch_size, dtype=np.int64)  # verdicts so far, the prefill's included
         self.seed_R = np.zeros(max_batch_size, dtype=np.int64)
         self.simple_R = np.zeros(max_batch_size, dtype=bool)  # the next token is the argmax of the logits as they are
@@ -240,6 +241,8 @@ class Engine:
             self.cache, end_to_end(token_BJ, count_B), start_R, count_R, hidden_layers=self.proposer.hidden_layers
         )
         told = self._verify(rows, draft, out.logits)
+        drafted_B = draft.length_B.numpy() > 0
+        self.stood_R[rows[drafted_B]] = told.accepted_B[drafted_B]
         if self.policy is not None:
             self.policy.learn(rows, draft, told.accepted_B)
         return self._commit(rows, draft, told, clock, out.hidden_NTD, trimmed_B)
@@ -262,7 +265,7 @@ class Engine:
                 f"{who}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
             )
         draft = draft.among(some, len(rows))
-        made_B = draft.length_B.numpy()
+        made_B, self.stood_R[rows[some]] = draft.length_B.numpy(), 0
         kept_B = made_B if self.policy is None else self.policy.kept(rows, draft)
         return draft.cut(kept_B), made_B - kept_B
 
@@ -298,6 +301,7 @@ class Engine:
             length_B=length_B,
             max_draft_B=max_draft_B,
             last_token_B=self._on_device(self.token_RL[rows, length_B - 1]),
+            stood_B=self.stood_R[rows],
             uniform_BK=uniform_BK,
             hidden=hidden,
             logits_BV=None if self.logits_RV is None else self.logits_RV[self._on_device(rows)],

@@ -16,7 +16,7 @@ import importlib
 import itertools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdec import method, rejection
-from specdec.core import Context, Draft, Proposer, SamplingParams
+from specdec.adaptive import Adaptive, Scheduled
+from specdec.core import Context, Draft, Policy, Proposer, SamplingParams
+from specdec.cost import CostTable
 from specdec.drafter import Init
 from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
@@ -354,6 +356,51 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
             drafters = {"noisy": target.noisy(1.0), "negated": target.negated()}
         settings = settings | {"model": drafters[model]}
     return method.build(name, target, **settings)
+
+
+# Policies, under which K changes from step to step
+
+
+class Restless:
+    """Lengths by lot, a third of them 0; and of what is drafted, a part by lot is kept."""
+
+    def __init__(self, most: int = NUM_DRAFT) -> None:
+        self.most, self.rng = most, np.random.default_rng(3)
+
+    def begin(self, row: int) -> None:
+        pass
+
+    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+        return np.minimum(most_B, self.rng.integers(0, self.most + 1, len(rows)) * (self.rng.random(len(rows)) < 0.8))
+
+    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        return np.minimum(draft.length_B.numpy(), self.rng.integers(0, self.most + 1, len(rows)))
+
+    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+        assert (accepted_B <= draft.length_B.numpy()).all()
+
+
+def costs(most: int = NUM_DRAFT, verify: float = 0.12, draft: float = 0.05) -> CostTable:
+    """A step of one token takes 1, each further token `verify`, each drafted one `draft`; rows cost a fifth of that more."""
+    sizes, lengths = [1, 8], list(range(most + 1))
+    rows = {size: 1 + 0.2 * (size - 1) for size in sizes}
+    verify_s = [[rows[size] + verify * k * size for k in lengths] for size in sizes]
+    draft_s = [[draft * k * rows[size] for k in lengths] for size in sizes]
+    return CostTable(sizes, lengths, verify_s, draft_s, {})
+
+
+POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
+    "restless": lambda drafting, rows: Restless(),
+    "scheduled": lambda drafting, rows: Scheduled([[1, 1, 2], [2, 2, 0], [3, 5, 3], [7, 7, 0]], NUM_DRAFT),
+    "auto": lambda drafting, rows: Adaptive(costs(), drafting.num_speculative_tokens, rows, auto=True, trims=False),
+    "trims": lambda drafting, rows: Adaptive(costs(), drafting.num_speculative_tokens, rows, auto=False, trims=True),
+    "both": lambda drafting, rows: Adaptive(costs(), drafting.num_speculative_tokens, rows, auto=True, trims=True),
+}
+
+
+def policy(name: str, drafting: Proposer, rows: int) -> Policy:
+    drafting.gives_evidence = name in ("trims", "both")
+    return POLICIES[name](drafting, rows)
 
 
 # Proposers of a user's own, for method `custom_class`

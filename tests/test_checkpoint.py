@@ -11,7 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -162,22 +162,6 @@ def same(ours: Checkpoint, theirs: Checkpoint) -> None:
     for key, tensor in ours.tensors.items():
         assert tensor.dtype == theirs.tensors[key].dtype, key
         assert tensor.numpy().tobytes() == theirs.tensors[key].numpy().tobytes(), key
-
-
-@pytest.fixture
-def one_line() -> Iterator[Any]:
-    """Catches an error, and holds it to be one line that contains the given words."""
-
-    def refuse(action: Any, *words: str) -> str:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            action()
-        message = str(caught.value)
-        assert "\n" not in message, message
-        for word in words:
-            assert word in message, message
-        return message
-
-    return refuse
 
 
 # ------------------------------------------------------------------------------------------------------------ round trips

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from table import TableLM
+from table import Restless, TableLM
 from test_cli import OFFLINE, call, ended, rows_of
 from test_eagle import SAMPLES, close, decode, gradients, plain, prompts, sample
 from test_methods import context
@@ -133,20 +132,6 @@ def features(target: CausalLM, samples: list[Any]) -> Batch:
     return Online(target, ())(samples)
 
 
-@pytest.fixture
-def one_line() -> Iterator[Any]:
-    """Catches an error, and holds it to be one line that contains the given words."""
-
-    def refuse(action: Any, *words: str) -> None:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            action()
-        message = str(caught.value)
-        assert "\n" not in message, message
-        assert all(word in message for word in words), message
-
-    return refuse
-
-
 # --------------------------------------------------------------------------- training and drafting agree
 
 
@@ -186,13 +171,15 @@ def watched(proposer: Any) -> list[Asked]:
 
 @EACH
 @BOTH
-def test_what_is_trained_is_what_drafts(kind: str, variant: str) -> None:
+@pytest.mark.parametrize("restless", [False, True])
+def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool) -> None:
     """Every draft of a decoding in a batch, against training over (committed tokens, draft) as a document of a packed batch:
     logits at every step and position."""
     trained, target = learner(kind, variant), loaded(VARIANTS[variant].target)
     proposer: Any = method.build(kind, target, model=str(written(trained)), num_speculative_tokens=K)
     asked, lengths = watched(proposer), (3, 130, 20, 2, 9)
-    assert decode(target, proposer, prompts(*lengths)) == plain(VARIANTS[variant].target, lengths)
+    policy = Restless(K) if restless else None
+    assert decode(target, proposer, prompts(*lengths), policy=policy) == plain(VARIANTS[variant].target, lengths)
     assert len({len(one.drafted) for one in asked}) > 1, "some rows draft less, at their end"
 
     documents = []
@@ -216,7 +203,7 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str) -> None:
                 own_V = own_V if trained.draft_cap is None else trained.draft_cap(own_V)[0]
                 close(own_V, logits_V, 1e-4, f"{one.tokens[-3:]} at {k}")
                 compared += 1
-    assert compared > 40
+    assert compared > 30
     assert (trained.draft_cap is not None) == ("capped" in variant)
 
 

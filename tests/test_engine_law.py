@@ -23,7 +23,7 @@ from table import NUM_DRAFT, FirstWriteWins, OwnLaw, TableLM, joint_law, methods
 from torch import Tensor
 
 from specdec import method, rejection, sampling
-from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Verdict
+from specdec.core import Context, Draft, Policy, Proposer, Request, SamplingParams, Verdict
 from specdec.engine import Engine
 from specdec.rejection import Verifier, block, match, standard
 
@@ -48,9 +48,10 @@ def decode(
     params: SamplingParams = PARAMS,
     num_requests: int = 400,
     rows: int = ROWS,
+    deciding: Policy | None = None,
 ) -> list[Request]:
     """Run that many requests, each with a seed of its own. There are more than rows, so rows are reused."""
-    engine = Engine(target, drafting, verifier, rows, prefill_chunk_size=2)
+    engine = Engine(target, drafting, verifier, rows, prefill_chunk_size=2, policy=deciding)
     requests = [Request(str(i), PROMPTS[i % len(PROMPTS)], params, seed=i) for i in range(num_requests)]
     assert sum(1 for _ in engine.run(requests)) == num_requests
     return requests

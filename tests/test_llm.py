@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,21 +38,6 @@ def ngram() -> LLM:
 def own() -> LLM:
     """The target drafts for itself, so at temperature 0 every draft stands."""
     return LLM("tiny", dtype="float32", device="cpu", speculative_config=SELF)
-
-
-@pytest.fixture
-def one_line() -> Iterator[Any]:
-    """For every error of this file: catches it, and holds it to be one line that contains the given words."""
-
-    def refuse(action: Any, *words: str) -> str:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            action()
-        message = str(caught.value)
-        assert "\n" not in message, message
-        assert all(word in message for word in words), message
-        return message
-
-    return refuse
 
 
 def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[RequestOutput]:

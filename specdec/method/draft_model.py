@@ -143,7 +143,8 @@ class DraftModel(Learner):
             )
         self.max_model_len = max_model_len or self.model.max_model_len
         self.cache = self.model.new_cache()
-        self.written_R: dict[int, int] = {}  # tokens of each row that the cache holds, drafts included
+        # of each row, tokens that the cache holds: committed ones, and draft tokens behind them
+        self.written_R: dict[int, tuple[int, int]] = {}
 
     # ---------------------------------------------------------------- drafting
 
@@ -156,7 +157,7 @@ class DraftModel(Learner):
     def begin(self, row: int, request: Request) -> None:
         ids = np.asarray(request.prompt_token_ids[: self.max_model_len], dtype=np.int64)
         self.model.prefill(self.cache, row, ids, 0, PREFILL_CHUNK)
-        self.written_R[row] = len(ids)
+        self.written_R[row] = len(ids), 0
 
     def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         del self.written_R[row]
@@ -179,7 +180,7 @@ class DraftModel(Learner):
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
             token_N = end_to_end(token_B.unsqueeze(1), count_B)
         for b in np.flatnonzero(draft_B):
-            self.written_R[rows[b]] = int(context.length_B[b] + draft_B[b] - 1)
+            self.written_R[rows[b]] = int(context.length_B[b]), int(draft_B[b] - 1)
         return drawing.draft(draft_B)
 
     def room(self, context: Context) -> np.ndarray:
@@ -190,7 +191,9 @@ class DraftModel(Learner):
     def missing(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
         Of what was written, committed tokens stand, and so do drafts accepted since; the last committed token never was one."""
-        start_B = np.minimum([self.written_R[row] for row in context.rows], context.length_B - 1)
+        written = np.array([self.written_R[row] for row in context.rows])
+        stood_B = written[:, 1] if context.stood_B is None else np.minimum(written[:, 1], context.stood_B)
+        start_B = np.minimum(written[:, 0] + stood_B, context.length_B - 1)
         return start_B, [context.tokens(b)[start_B[b] : None if n else start_B[b]] for b, n in enumerate(draft_B)]
 
     def forward_tokens(

@@ -192,7 +192,8 @@ class MTP(ChainDrafter):
                 continue
             ids = context.tokens(b)
             settled = len(fused) - num_later  # pairs that every module has the tokens for
-            if settled > len(self.mtp):
+            # drafts shorter than there are modules do not reach the later ones
+            if settled > (len(self.mtp) if int(draft_B.max()) == len(self.mtp) else 0):
                 self._settle(context.rows[b : b + 1], ids, fused[:settled], first)
                 fused, first = fused[settled:], first + settled
             start_B[b], count_B[b] = first, len(fused)

@@ -112,7 +112,7 @@ class Pard(DraftModel):
             odds_N = sampling.log_odds(logits_NV, context.temperature_B[at_N[0]])
             evidence_BKF = odds_N.new_zeros(len(rows), num_draft, 1).index_put_((at_N[0], at_N[1]), odds_N.unsqueeze(1))
         for b in np.flatnonzero(draft_B):
-            self.written_R[rows[b]] = int(context.length_B[b])
+            self.written_R[rows[b]] = int(context.length_B[b]), 0
         return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF)
 
     # ---------------------------------------------------------------- training
