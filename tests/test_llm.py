@@ -520,7 +520,6 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "disable_eagle_block_drop": ([True], [False]),
     "disable_lookahead_block_hashes": ([True], [False]),
     "use_local_argmax_reduction": ([True], [False]),
-    "use_heterogeneous_vocab": ([True], [False]),
     "num_speculative_tokens_per_batch_size": ([[[1, 8, 3]]], [None]),
     "enable_adaptive_verification": ([True], [False]),
     "dspark_draft_topk": ([4], [None]),
@@ -530,7 +529,7 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "fly_entropy_top_k": ([5], [None]),
 }
 BUILT = {
-    *("draft_model_config", "parallel_drafting"),
+    *("draft_model_config", "parallel_drafting", "use_heterogeneous_vocab"),
     *("method", "model", "num_speculative_tokens", "max_model_len", "revision"),
     *("prompt_lookup_max", "prompt_lookup_min"),
     *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
