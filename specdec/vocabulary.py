@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ class Shared:
         """The share of these tokens that can be drafted; None of no tokens."""
         ids = np.asarray(target_ids, dtype=np.int64)
         return float(self.shared_V[ids].mean()) if len(ids) else None
+
+    def coverage(self, answers: Iterable[list[int]]) -> dict[str, Any]:
+        """How much of the target's vocabulary, and of answers, can be drafted."""
+        emitted = [token for answer in answers for token in answer]
+        return {
+            "num_shared": self.size,
+            "share_of_vocabulary": self.size / self.target_size,
+            "num_emitted": len(emitted),
+            "share_of_emitted": self.share_of(emitted),
+        }
 
 
 def shared(target: CausalLM, draft: CausalLM) -> Shared:
