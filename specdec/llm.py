@@ -184,7 +184,8 @@ class SpeculativeConfig(Checked):
 
 
 _MODEL_HINT = {
-    "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
+    "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+    "(use_heterogeneous_vocab=true: with another)",
     "custom_class": "give the dotted path of your class, 'package.module.Class'",
     **{
         name: f"give the directory of a drafter that train/{script}.py made (eval/run.py: checkpoint=DIR)"
