@@ -24,7 +24,7 @@ from specdec import checkpoint, config
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from specdec import cost, method, rejection, report, tasks, track
+    from specdec import cost, method, rejection, report, tasks, track, vocabulary
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
@@ -108,6 +108,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "environment": track.environment(),
         **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
+    two_vocabularies = getattr(proposer, "vocabulary", None)
+    if isinstance(two_vocabularies, vocabulary.Shared):
+        summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     track.write_json(out_dir / "summary.json", summary)
     title = (
         f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
@@ -121,6 +124,11 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     drafted, accepted = (summary["overall"][f"num_{what}_tokens"] for what in ("draft", "accepted"))
     if drafted and not accepted:
         report.show(f"note: none of {drafted} drafted tokens was accepted; was the drafter trained for this target?")
+    if told := summary.get("vocabulary"):
+        report.show(
+            f"vocabulary: {told['share_of_emitted']:.2%} of the {told['num_emitted']} tokens that were emitted can be drafted, "
+            f"{told['share_of_vocabulary']:.1%} of the vocabulary"
+        )
     if cfg["resume"]:
         report.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
     if cfg["logger"]["name"] == "wandb":

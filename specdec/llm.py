@@ -41,7 +41,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "disable_eagle_block_drop": (None, False),
     "disable_lookahead_block_hashes": (None, False),
     "use_local_argmax_reduction": (None, False),
-    "use_heterogeneous_vocab": (None, False),
     "dspark_draft_topk": (None,),
     "xpress_topc": (None,),
     "fly_window_size": (None,),
@@ -85,6 +84,7 @@ class SpeculativeConfig(Checked):
     draft_sample_method: str | None = None
     parallel_drafting: bool | None = None
     pard_token: int | None = None
+    use_heterogeneous_vocab: bool | None = None
     draft_model_config: dict[str, Any] | None = None
     shared_storage_path: str | None = None
     include_output_tokens: bool | None = None
@@ -199,6 +199,10 @@ class SpeculativeConfig(Checked):
         scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
         if given.get("draft_sample_method") == "greedy" and "draft_sample_method" not in method.settings(name):
             given.pop("draft_sample_method")  # true of every deterministic drafter
+        if not given.get("use_heterogeneous_vocab"):
+            given.pop("use_heterogeneous_vocab", None)  # true of every other method
+        elif "use_heterogeneous_vocab" not in method.settings(name):
+            raise ValueError(f"use_heterogeneous_vocab=true is for draft_model and pard, not for {name!r}; leave it out")
         num_draft = given.get("num_speculative_tokens")
         if num_draft is not None and num_draft < 1 and name != "none":
             raise ValueError(f"num_speculative_tokens={num_draft}: at least 1 is needed; method 'none' drafts nothing")
@@ -246,7 +250,8 @@ class SpeculativeConfig(Checked):
 
 _POLICY = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
 _MODEL_HINT = {
-    "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
+    "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+    "(use_heterogeneous_vocab=true: with another)",
     "custom_class": "give the dotted path of your class, 'package.module.Class'",
     **{
         name: f"give the directory of a drafter that train/{script}.py made (eval/run.py: checkpoint=DIR)"

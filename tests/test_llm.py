@@ -504,7 +504,6 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "disable_eagle_block_drop": ([True], [False]),
     "disable_lookahead_block_hashes": ([True], [False]),
     "use_local_argmax_reduction": ([True], [False]),
-    "use_heterogeneous_vocab": ([True], [False]),
     "dspark_draft_topk": ([4], [None]),
     "xpress_topc": ([0, 8], [None]),
     "fly_window_size": ([2], [None]),
@@ -512,7 +511,7 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "fly_entropy_top_k": ([5], [None]),
 }
 BUILT = {
-    *("draft_model_config", "parallel_drafting"),
+    *("draft_model_config", "parallel_drafting", "use_heterogeneous_vocab"),
     *("method", "model", "num_speculative_tokens", "max_model_len", "revision"),
     *("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"),
     *("prompt_lookup_max", "prompt_lookup_min"),

@@ -3,6 +3,10 @@
 Any Hugging Face causal LM with the target's vocabulary. It keeps a slot cache of its own; `propose` first runs over the tokens
 committed since its last call (which overwrites what was rejected), then goes on token by token on its own drafts.
 
+With `use_heterogeneous_vocab` the vocabulary may be another one (Timor et al. 2502.05202, token-level intersection). It then
+drafts the tokens that both have, renormalised, and reads one token for each of the target's, so that positions are the same;
+inside are its own ids, outside the target's (`specdec/vocabulary.py`).
+
 Trained, it begins as some layers of the target, or as another LM, and learns what the target said (nll) or its whole law (kl,
 tv, ce). It stays the transformers model that it is: in training a callable stands in for the slot cache and keeps documents
 apart.
@@ -19,7 +23,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from specdec import hub
+from specdec import hub, vocabulary
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request
@@ -102,7 +106,7 @@ class DraftModel(Learner):
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
     draft_sample_method: `greedy` (argmax, at every temperature: the law of the draft is one-hot) or `probabilistic` (drawn at
     the request's temperature, the law recorded); max_model_len: of the drafter's own context, beyond which a row is not
-    drafted for.
+    drafted for; use_heterogeneous_vocab: the vocabularies may differ, and what both have is drafted.
     """
 
     name: ClassVar[str] = "draft_model"
@@ -123,19 +127,26 @@ class DraftModel(Learner):
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
         revision: str | None = None,
+        use_heterogeneous_vocab: bool = False,
     ):
         super().__init__()
         check_drafting(num_speculative_tokens, draft_sample_method)
         self.target, self.shared, self.objective = target, {}, self.objective_type()
         self.num_speculative_tokens = num_speculative_tokens
         self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
+        self.vocabulary: vocabulary.Shared | None = None
         if isinstance(model, Checkpoint):
+            if use_heterogeneous_vocab:
+                raise ValueError(f"use_heterogeneous_vocab=true: {model.name} is trained in the target's own ids; leave it out")
             same_vocabulary(target, model.config["hf_config"]["vocab_size"], model.name)
             self.config = model.config
             self.lm = causal_lm.build(model).to(target.device)
             return
         self.model = model if isinstance(model, CausalLM) else _load(target, model, revision)
-        same_vocabulary(target, self.model.vocab_size, self.model.name)
+        if use_heterogeneous_vocab:
+            self.vocabulary = vocabulary.shared(target, self.model)
+        else:
+            same_vocabulary(target, self.model.vocab_size, self.model.name, "; or give use_heterogeneous_vocab=true")
         if max_model_len is not None and not 1 <= max_model_len <= self.model.max_model_len:
             raise ValueError(
                 f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, "
@@ -156,7 +167,7 @@ class DraftModel(Learner):
 
     def begin(self, row: int, request: Request) -> None:
         ids = np.asarray(request.prompt_token_ids[: self.max_model_len], dtype=np.int64)
-        self.model.prefill(self.cache, row, ids, 0, PREFILL_CHUNK)
+        self.model.prefill(self.cache, row, self.read(ids), 0, PREFILL_CHUNK)
         self.written_R[row] = len(ids), 0
 
     def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
@@ -172,13 +183,13 @@ class DraftModel(Learner):
         start_B, missing = self.missing(context, draft_B)
         count_B = np.array([len(tokens) for tokens in missing])
         token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
-        drawing = Drawing(context, self.probabilistic, self.gives_evidence)
+        drawing = Drawing(context, self.probabilistic, self.gives_evidence, self.said)
         for k in range(int(draft_B.max())):
             # of a row without tokens, logits that nobody reads
             logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))
             token_B = drawing.draw(logits_BV)
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
-            token_N = end_to_end(token_B.unsqueeze(1), count_B)
+            token_N = self.read_drafted(end_to_end(token_B.unsqueeze(1), count_B))
         for b in np.flatnonzero(draft_B):
             self.written_R[rows[b]] = int(context.length_B[b]), int(draft_B[b] - 1)
         return drawing.draft(draft_B)
@@ -194,15 +205,29 @@ class DraftModel(Learner):
         written = np.array([self.written_R[row] for row in context.rows])
         stood_B = written[:, 1] if context.stood_B is None else np.minimum(written[:, 1], context.stood_B)
         start_B = np.minimum(written[:, 0] + stood_B, context.length_B - 1)
-        return start_B, [context.tokens(b)[start_B[b] : None if n else start_B[b]] for b, n in enumerate(draft_B)]
+        return start_B, [self.read(context.tokens(b)[start_B[b] : None if n else start_B[b]]) for b, n in enumerate(draft_B)]
 
     def forward_tokens(
         self, rows: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray
     ) -> Tensor:
-        """Logits [len(keep), V] after the tokens at these places, where each row's tokens lie end to end."""
+        """Logits [len(keep), V] after the tokens at these places, where each row's tokens lie end to end; where vocabularies
+        differ, of the shared tokens only."""
         start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows], count_R[rows] = start_B, count_B
-        return self.model.forward(self.cache, token_N, start_R, count_R, keep=keep).logits
+        logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, keep=keep).logits
+        return logits_NV if self.vocabulary is None else self.vocabulary.kept(logits_NV)
+
+    def read(self, target_ids: np.ndarray) -> np.ndarray:
+        """Committed tokens as the drafter knows them."""
+        return target_ids if self.vocabulary is None else self.vocabulary.read(target_ids)
+
+    def read_drafted(self, token_N: Tensor) -> Tensor:
+        """Likewise on the device, of tokens that it drafted."""
+        return token_N if self.vocabulary is None else self.vocabulary.read_drafted(token_N)
+
+    def said(self, drawn_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What was drawn from `forward_tokens`, and its laws, over the target's vocabulary."""
+        return (drawn_N, q_NV) if self.vocabulary is None else self.vocabulary.said(drawn_N, q_NV)
 
     # ---------------------------------------------------------------- training
 
@@ -359,11 +384,11 @@ def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:
     return attention
 
 
-def same_vocabulary(target: CausalLM, size: int, name: str) -> None:
+def same_vocabulary(target: CausalLM, size: int, name: str, otherwise: str = "") -> None:
     if size != target.vocab_size:
         raise ValueError(
             f"the draft model {name} has a vocabulary of {size}, the target {target.name} one of {target.vocab_size}; "
-            "they must be equal"
+            f"they must be equal{otherwise}"
         )
 
 

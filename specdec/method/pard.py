@@ -44,7 +44,8 @@ class Objective(Depths):
 
 
 class Pard(DraftModel):
-    """Settings as those of `draft_model`; pard_token: the mask token, if the model's config.json does not name it."""
+    """Settings as those of `draft_model`; pard_token: the mask token (an id of the draft model's), if the model's config.json
+    does not name it."""
 
     name = "pard"
     architecture_type = Architecture
@@ -59,13 +60,16 @@ class Pard(DraftModel):
         max_model_len: int | None = None,
         revision: str | None = None,
         pard_token: int | None = None,
+        use_heterogeneous_vocab: bool = False,
     ):
-        super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+        super().__init__(
+            target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision, use_heterogeneous_vocab
+        )
         if isinstance(model, Checkpoint):
-            name, config = model.name, model.config
+            name, config, size = model.name, model.config, target.vocab_size
             mask, num_depths = config.get("pard_token"), None  # of what is trained, the objective says it
         else:
-            name, config = self.model.name, vars(self.model.config)
+            name, config, size = self.model.name, vars(self.model.config), self.model.vocab_size
             mask, num_depths = causal_lm.mask_token(config), (config.get(causal_lm.OURS) or {}).get("num_depths")
         mask = mask if pard_token is None else pard_token
         if mask is None:
@@ -73,8 +77,8 @@ class Pard(DraftModel):
                 f"{name} names no mask token ({', '.join(causal_lm.MASK_KEYS)}); train it with train/pard.py, "
                 "or give pard_token"
             )
-        if not 0 <= mask < target.vocab_size:
-            raise ValueError(f"pard_token={mask} of {name} is outside 0..{target.vocab_size - 1}, the rows of its embedding")
+        if not 0 <= mask < size:
+            raise ValueError(f"pard_token={mask} of {name} is outside 0..{size - 1}, the rows of its embedding")
         if num_depths is not None and num_speculative_tokens > num_depths:
             raise ValueError(
                 f"num_speculative_tokens={num_speculative_tokens} is over the {num_depths} that {name} was trained for; "
@@ -102,7 +106,7 @@ class Pard(DraftModel):
         if self.probabilistic:
             assert context.uniform_BK is not None
             uniform_N = context.uniform_BK[at_N[0], at_N[1]]
-        drafted_N, q_NV = sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N)
+        drafted_N, q_NV = self.said(*sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N))
         token_BK = drafted_N.new_zeros(len(rows), num_draft).index_put_((at_N[0], at_N[1]), drafted_N)
         q_BKV = None
         if q_NV is not None:
