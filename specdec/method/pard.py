@@ -58,9 +58,12 @@ class Pard(DraftModel):
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
         revision: str | None = None,
+        draft_tensor_parallel_size: int | None = None,
         pard_token: int | None = None,
     ):
-        super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+        super().__init__(
+            target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision, draft_tensor_parallel_size
+        )
         if isinstance(model, Checkpoint):
             name, config = model.name, model.config
             mask, num_depths = config.get("pard_token"), None  # of what is trained, the objective says it
