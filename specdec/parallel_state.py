@@ -119,9 +119,11 @@ class Processes:
         place = int(os.environ.get("LOCAL_RANK", self.rank))
         for _ in range(place):
             self.least(0)  # everybody waits here for everybody
-        yield  # an error ends all of them
-        for _ in range(place, self.on_this_machine):
-            self.least(0)
+        try:
+            yield
+        finally:  # the others have their turn, and fail alike or not
+            for _ in range(place, self.on_this_machine):
+                self.least(0)
 
 
 ALONE = Processes()
