@@ -276,6 +276,8 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
                 sys.exit(1)
             raise
         except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") != "0":  # torchrun interrupts all of its processes
+                sys.exit(130)
             print("interrupted; what had finished is kept, and resume=true goes on with the rest", file=sys.stderr)
             sys.exit(130)
 

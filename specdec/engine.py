@@ -274,8 +274,9 @@ class Engine:
             return draft
         length_B = self.processes.agree(draft.length_B.numpy())
         most = int(length_B.max(initial=0))
-        token_BK = draft.token_BK[:, :most]
-        token_BK = self.processes.agree_tensor(F.pad(token_BK, (0, most - token_BK.shape[1])))
+        token_BK = F.pad(draft.token_BK, (0, most - draft.token_BK.shape[1]))  # a negative number cuts
+        if most:
+            token_BK = self.processes.agree_tensor(token_BK)
         return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B))
 
     def _let_take_in(self, rows: np.ndarray, length_B: np.ndarray, idle: np.ndarray) -> None:

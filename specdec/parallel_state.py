@@ -155,7 +155,7 @@ def join(size: int, device: torch.device) -> Processes:
         device, backend = torch.device("cuda", place), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=PATIENCE, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(backend, timeout=PATIENCE)
         atexit.register(_leave)
     return Processes(size, dist.get_rank(), device)
 

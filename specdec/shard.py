@@ -17,8 +17,7 @@ from specdec.linear import PackedLinear
 from specdec.parallel_state import Processes
 
 # transformers' words: the columns of a layer's output in parts, or gathered again; its input in parts, or whole and cut here
-COLUMNS, GATHERED, ROWS, ROWS_OF_UNCUT = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"
-_OLD = {"colwise_rep": GATHERED, "rowwise_rep": ROWS_OF_UNCUT}  # their names before transformers 5.18
+COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"
 WHOLE = "use another size, or 1 (of a draft model, draft_tensor_parallel_size=1)"
 _UNCUT = ("replicated_with_grad_allreduce", "embedding_rowwise")  # small, or shared with drafters: not cut
 
@@ -61,9 +60,9 @@ def plan_of(config: Any, size: int) -> dict[str, str]:
     architecture or a shape that cannot be, and for a way of cutting that is not built (mixtures of experts)."""
     text = config.get_text_config()
     what = f"tensor_parallel_size={size} of model_type {config.model_type!r}"
-    plan = {name: _OLD.get(way, way) for name, way in (text.base_model_tp_plan or {}).items()}
+    plan: dict[str, str] = dict(text.base_model_tp_plan or {})
     attention = {way for name, way in plan.items() if "attn" in name and way in (COLUMNS, GATHERED)}
-    if foreign := sorted({*plan.values()} - {COLUMNS, GATHERED, ROWS, ROWS_OF_UNCUT, *_UNCUT}):
+    if foreign := sorted({*plan.values()} - {COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE, *_UNCUT}):
         raise ValueError(f"{what}: layers of kind {foreign[0]} cannot be cut here; {WHOLE}")
     if len(attention) != 1:
         raise ValueError(f"{what}: transformers has no plan that cuts its attention one way; {WHOLE}")
@@ -112,7 +111,7 @@ def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
 
 def _part(layer: nn.Linear, way: str, name: str, processes: Processes) -> nn.Module:
     size, rank, bias = processes.size, processes.rank, layer.bias
-    along = 1 if way in (ROWS, ROWS_OF_UNCUT) else 0
+    along = 1 if way in (ROWS, ROWS_OF_WHOLE) else 0
     length = layer.weight.shape[along]
     if length % size and way != GATHERED:
         raise ValueError(f"tensor_parallel_size={size}: the {length} columns of {name} are no multiple of it; {WHOLE}")
@@ -129,4 +128,4 @@ def _part(layer: nn.Linear, way: str, name: str, processes: Processes) -> nn.Mod
         if bias is not None:
             part.bias = nn.Parameter(bias.narrow(0, rank * share, share).clone(), requires_grad=False)
         return part
-    return Summed(part, bias, way == ROWS_OF_UNCUT, processes)
+    return Summed(part, bias, way == ROWS_OF_WHOLE, processes)

@@ -142,19 +142,21 @@ class CausalLM:
         return self.cap(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
     def slots(self) -> list[tuple[int, ...]]:
-        """What the slot cache of this process holds for every layer: heads, width of keys, and of values where that is another
-        (MLA, whose compressed keys and values are kept as the heads see them)."""
+        """What a slot cache holds for every layer: heads, width of keys, and of values where that is another (MLA, whose
+        compressed keys and values are kept as the heads see them)."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads
-        if self.processes.size > 1 and shard.cuts_heads(shard.plan_of(self.model.config, self.processes.size)):
-            heads //= self.processes.size
         of_layer: tuple[int, ...] = (heads, width)
         if of_key := getattr(self.config, "qk_head_dim", None):
             of_layer = (self.config.num_attention_heads, of_key, self.config.v_head_dim)
         return [of_layer] * self.num_layers
 
     def new_cache(self) -> SlotCache:
-        return SlotCache(self.slots(), self.dtype, self.device)
+        """For this process's own heads, where those are cut among several."""
+        size, share = self.processes.size, 1
+        if size > 1 and shard.cuts_heads(shard.plan_of(self.model.config, size)):
+            share = size
+        return SlotCache([(heads // share, *widths) for heads, *widths in self.slots()], self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(

@@ -58,7 +58,7 @@ class Hasty(Policy):
         return self.rng.integers(0, draft.length_B.numpy() + 1)
 
 
-def cases(model: str, eagle3: str) -> list[tuple[dict[str, Any], float, int]]:
+def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float, int]]:
     """(speculative_config, temperature, rows); the second model has the ones that look at other parts of it."""
     none, ngram = {"method": "none"}, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, **K}
     whole, cut = ({**LM, "model": model, "draft_tensor_parallel_size": size} for size in (1, 2))
@@ -67,6 +67,7 @@ def cases(model: str, eagle3: str) -> list[tuple[dict[str, Any], float, int]]:
     more = [
         {**LM, "model": model},
         {**of_states, "draft_tensor_parallel_size": 1},
+        {"method": "mtp", "model": mtp, **K},  # whole layers of the target's kind
         {"method": "pard", "model": model, "pard_token": 1, "draft_tensor_parallel_size": 2, **K},
         {"method": "custom_class", "model": f"{Path(__file__).stem}.{Moody.__name__}", **K},
     ]
@@ -157,14 +158,14 @@ def script(arguments: list[str], catch: bool = True) -> str | None:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("parallel")
     wholes = {model: CausalLM(model, "float32", "cpu") for model in MODELS}
-    eagles = {model: drafter("eagle3", wholes[model]) for model in MODELS}
+    drafters = {model: [drafter(name, wholes[model]) for name in ("eagle3", "mtp")] for model in MODELS}
     run = ["experiment=tiny", "limit=3", "sampling.max_tokens=8", "method=ngram", f"out_dir={directory / 'run'}"]
     of_two = {"model": "tiny-llama", "tensor_parallel_size": SIZE}
     return {
         "told": str(directory),
         "out_dir": str(directory / "run"),
         "wholes": wholes,
-        "cases": {model: cases(model, eagles[model]) for model in MODELS},
+        "cases": {model: cases(model, *drafters[model]) for model in MODELS},
         "errors": [
             {"model": "tiny-gemma3", "tensor_parallel_size": SIZE},
             {"model": "tiny-llama", "tensor_parallel_size": 3},
@@ -265,6 +266,39 @@ def test_one_process_says_how_to_start_more() -> None:
     given = {**LM, "model": "tiny-llama", "draft_tensor_parallel_size": 2}
     with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 must be 1 or the target's tensor_parallel_size=1"):
         LLM("tiny-llama", device="cpu", speculative_config=given)
+
+
+class Apart(parallel_state.Processes):
+    """One of several processes that keeps its part to itself."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    join_columns = sum
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("way", [shard.COLUMNS, shard.GATHERED, shard.ROWS, shard.ROWS_OF_WHOLE])
+def test_parts_of_a_layer(way: str, bias: bool) -> None:
+    """What three processes make of their parts is what the layer makes of the whole; 13 columns come from 5, 5 and 3."""
+    torch.manual_seed(0)
+    size, layer = 3, torch.nn.Linear(6, 13 if way == shard.GATHERED else 12, bias=bias).requires_grad_(False)
+    x, zero = torch.randn(4, 6), torch.zeros(layer.out_features)
+    parts = [shard._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
+    own = x.chunk(size, -1) if way == shard.ROWS else [x] * size
+    if way == shard.COLUMNS:
+        got = torch.cat([part(x) for part in parts], -1)
+    elif way == shard.GATHERED:
+        got = torch.cat([part.part(x) for part in parts], -1)
+        assert not got[:, 13:].any()
+        got = got[:, :13] + (layer.bias if bias else zero)
+        assert parts[0].bias is layer.bias
+    else:
+        got = sum(part(mine) for part, mine in zip(parts, own, strict=True)) - (size - 1) * (layer.bias if bias else zero)
+    torch.testing.assert_close(got, layer(x))
+    if way != shard.GATHERED:
+        with pytest.raises(ValueError, match=r"tensor_parallel_size=5: the \d+ columns of it are no multiple of it"):
+            shard._part(layer, way, "it", Apart(5, 0))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma2", "phi3", "olmo2", "granite", "cohere"])
