@@ -150,7 +150,9 @@ class Engine:
         """Grow the caches, or say before anything runs that memory does not suffice."""
         rows, slots = max(rows, self.cache.rows), max(slots, self.cache.slots)
         need = self.cache.more_bytes(rows, slots) + self.proposer.more_bytes(rows, slots)
-        have = self.processes.least(free_memory(self.target.device, self.processes.on_this_machine))
+        have = self.processes.least(free_memory(self.target.device))
+        if self.target.device.type == "cpu":  # which processes share
+            have //= self.processes.on_this_machine
         if need > have:
             raise ValueError(
                 f"the caches need {need / 2**30:.1f} GiB ({rows} rows x {slots} slots) and {have / 2**30:.1f} GiB are free; "
@@ -546,6 +548,6 @@ class Clock:
         return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
 
 
-def free_memory(device: torch.device, sharers: int = 1) -> int:
-    """Bytes that can still be taken on the device. sharers: processes that take from the machine's memory alike."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available // sharers
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
