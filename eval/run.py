@@ -5,6 +5,7 @@ was lost.
     python eval/run.py method=ngram method.num_speculative_tokens=8 sampling.temperature=0.8 rejection=match
     python eval/run.py -m method=ngram,suffix limit=24
     python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo          # any drafter in a known format says its method
+    torchrun --nproc_per_node 2 eval/run.py tensor_parallel_size=2
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
 Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
@@ -12,6 +13,7 @@ Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,11 @@ from specdec import checkpoint, config
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from specdec import cost, method, rejection, report, tasks, track, vocabulary
+    from specdec import cost, method, parallel_state, rejection, report, tasks, track, vocabulary
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.target import CausalLM
+    from specdec.target import CausalLM, choose_device
 
     # everything that a typo can break comes before the weights
     if cfg["checkpoint"] is not None:
@@ -36,6 +38,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
+    size, started = cfg["tensor_parallel_size"], parallel_state.num_started()
+    speculative.check_processes(size)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     track.refuse_taken(out_dir, cfg["resume"])
@@ -43,7 +47,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"num_threads={cfg['num_threads']}: at least 1 is needed; null means 1")
     torch.set_num_threads(cfg["num_threads"] or 1)
 
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    if size == 1 < started:
+        raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
+    processes = parallel_state.join(size, choose_device(model["device"]))
+    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
     proposer, verifier = speculative.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     identity = {
@@ -55,6 +62,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "rejection": scheme,
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
+        "tensor_parallel_size": size,
         **shape,
     }
     passes = [(out_dir / "requests.jsonl", proposer, verifier)]
@@ -65,11 +73,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     engines[-1].policy = speculative.policy(target, proposer, cfg["max_batch_size"])
     for engine in engines:
         tasks.prepare(engine, chosen, params)
-    track.claim(out_dir, cfg["resume"], identity)
-    config.save(cfg, out_dir / "config.yaml")
-
     names = ["none", name][-len(passes) :]
-    recorded = [track.Rows(path) for path, _, _ in passes]
+    recorded: list[track.Rows] = []
+    if processes.leads:  # of several processes with the same answers, one writes
+        track.claim(out_dir, cfg["resume"], identity)
+        config.save(cfg, out_dir / "config.yaml")
+        recorded = [track.Rows(path) for path, _, _ in passes]
+    answered = processes.agree_object([rows.answered for rows in recorded])
     common = [
         {
             "method": label,
@@ -79,21 +89,24 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         }
         for label, (_, own, judge) in zip(names, passes, strict=True)
     ]
-    done = {label: len(rows.rows) for label, rows in zip(names, recorded, strict=True)}
-    with report.progress(sum(len(task.turns) for task in chosen), **done) as advance:
+    done = {label: len(before) for label, before in zip(names, answered, strict=True)}
+    with report.progress(sum(len(task.turns) for task in chosen), processes.leads, **done) as advance:
         for group in tasks.groups(chosen, cfg["max_batch_size"]):
-            for label, rows, engine, facts in zip(names, recorded, engines, common, strict=True):
-                for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], rows.answered):
-                    rows.add(track.row_of(task, turn, request, target.tokenizer, facts))
+            for place, (label, before, engine) in enumerate(zip(names, answered, engines, strict=True)):
+                for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], before):
+                    if processes.leads:
+                        recorded[place].add(track.row_of(task, turn, request, target.tokenizer, common[place]))
                     advance(label)
     for rows in recorded:
         rows.close()
 
-    method_rows, plain_rows = recorded[-1], recorded[0]
-    lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in method_rows.rows]
+    lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in recorded[-1].rows] if recorded else []
     active_rows = min(cfg["max_batch_size"], len(chosen))
-    context = int(sum(lengths) / len(lengths))
+    context = processes.agree_object(int(sum(lengths) / len(lengths)) if lengths else None)
     verify_s = cost.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
+    if not processes.leads:
+        return {}
+    method_rows, plain_rows = recorded[-1], recorded[0]
     category_of = {row["id"]: row["category"] for row in method_rows.rows}
     plain = plain_rows.answered if len(passes) > 1 else None
     short, said = report.lossless_said(verifier, params.greedy, method_rows.answered, plain)
@@ -169,5 +182,9 @@ def main(cfg: Any) -> None:
 
 
 if __name__ == "__main__":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from specdec import parallel_state
+
+        parallel_state.speak_once()
     config.check_command_line("eval", *its_method())
     main()

@@ -6,6 +6,7 @@ Only this file and the scripts import Hydra.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -32,8 +33,15 @@ _NULLABLE = (  # numbers, or null for no limit
 
 
 def fail(message: object) -> None:
-    """End the program with one line on stderr and exit code 1."""
+    """End the program with one line on stderr and exit code 1. Of processes that decode together one says it."""
     first = str(message).strip().splitlines()[0] if str(message).strip() else "failed"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from specdec import parallel_state
+
+        if (speaks := parallel_state.is_first_to_fail()) is not None:
+            if speaks:  # at once: when the first has ended, torchrun ends the others
+                print(f"error: {first}", file=sys.stderr, flush=True)
+            sys.exit(1)
     sys.exit(f"error: {first}")
 
 
@@ -263,7 +271,15 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
             fail(error)
         except (MemoryError, OverflowError) as error:
             fail(f"{type(error).__name__}: {error}; a number is too large for this machine, such as max_batch_size or seed")
+        except RuntimeError:
+            from specdec import parallel_state
+
+            if parallel_state.another_failed():  # that one has said why
+                sys.exit(1)
+            raise
         except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") != "0":  # torchrun interrupts all of its processes
+                sys.exit(130)
             print("interrupted; what had finished is kept, and resume=true goes on with the rest", file=sys.stderr)
             sys.exit(130)
 

@@ -199,7 +199,8 @@ def measure(
     params: SamplingParams | None = None,
     advance: Callable[[], object] = lambda: None,
 ) -> CostTable:
-    """Run the engine with drafts of every length in turn, batch size by batch size, and keep the median of each phase.
+    """Run the engine with drafts of every length in turn, batch size by batch size, and keep the least of each phase, since
+    other work can only add to it; a longer draft is held to cost no less than a shorter one.
 
     most: the longest draft, at least (default: the proposer's K); context: tokens of each row, made up; advance: called after
     every step. The first round of a batch size warms up. Lengths come in turn, so that a slow moment of the machine hits them
@@ -233,8 +234,8 @@ def measure(
             if not repeat:
                 engine.steps.clear()
         steps = [engine.steps[j :: len(lengths)] for j in range(len(lengths))]
-        verify.append([float(np.median([step.verify_s for step in own])) for own in steps])
-        draft.append([float(np.median([step.draft_s for step in own])) for own in steps])
+        verify.append(np.maximum.accumulate([min(step.verify_s for step in own) for own in steps]).tolist())
+        draft.append(np.maximum.accumulate([min(step.draft_s for step in own) for own in steps]).tolist())
         engine.clear()
     getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
     about = {

@@ -18,12 +18,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec import sampling
@@ -61,6 +62,7 @@ class Engine:
         if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
             raise ValueError(f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do")
         self.target, self.proposer, self.verifier, self.policy = target, proposer, verifier, policy
+        self.processes = target.processes
         self.max_model_len = max_model_len or target.max_model_len
         self.prefill_chunk_size = prefill_chunk_size
         self.cache = target.new_cache() if cache is None else cache
@@ -150,7 +152,9 @@ class Engine:
         """Grow the caches, or say before anything runs that memory does not suffice."""
         rows, slots = max(rows, self.cache.rows), max(slots, self.cache.slots)
         need = self.cache.more_bytes(rows, slots) + self.proposer.more_bytes(rows, slots)
-        have = free_memory(self.target.device)
+        have = self.processes.least(free_memory(self.target.device))
+        if self.target.device.type == "cpu":  # which processes share
+            have //= self.processes.on_this_machine
         if need > have:
             raise ValueError(
                 f"the caches need {need / 2**30:.1f} GiB ({rows} rows x {slots} slots) and {have / 2**30:.1f} GiB are free; "
@@ -251,7 +255,8 @@ class Engine:
         """What is to be verified of each row, and how many tokens were drafted beside."""
         # a step emits at least one token of its own, so more than the rest of the budget less one is waste
         most_B = np.minimum(self.most_R[rows], self.limit_R[rows] - length_B - 1)
-        want_B = most_B if self.policy is None else self.policy.lengths(rows, most_B)
+        # what hangs on measured times is one process's decision
+        want_B = most_B if self.policy is None else self.processes.agree(self.policy.lengths(rows, most_B))
         some = np.flatnonzero(want_B)
         if self.proposer.hidden_layers and len(some) < len(rows):
             self._let_take_in(rows, length_B, np.flatnonzero((want_B == 0) & (most_B > 0)))
@@ -264,10 +269,21 @@ class Engine:
             raise ValueError(
                 f"{who}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
             )
-        draft = draft.among(some, len(rows))
+        draft = self._agreed(draft).among(some, len(rows))
         made_B, self.stood_R[rows[some]] = draft.length_B.numpy(), 0
-        kept_B = made_B if self.policy is None else self.policy.kept(rows, draft)
+        kept_B = made_B if self.policy is None else self.processes.agree(self.policy.kept(rows, draft))
         return draft.cut(kept_B), made_B - kept_B
+
+    def _agreed(self, draft: Draft) -> Draft:
+        """The first process's tokens. The others' are the same, unless a proposer of a user's own is not a pure function."""
+        if self.processes.size == 1:
+            return draft
+        length_B = self.processes.agree(draft.length_B.numpy())
+        most = int(length_B.max(initial=0))
+        token_BK = F.pad(draft.token_BK, (0, most - draft.token_BK.shape[1]))  # a negative number cuts
+        if most:
+            token_BK = self.processes.agree_tensor(token_BK)
+        return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B))
 
     def _let_take_in(self, rows: np.ndarray, length_B: np.ndarray, idle: np.ndarray) -> None:
         """The proposer may process the states of idle rows that have sat out for long."""
@@ -310,7 +326,10 @@ class Engine:
     def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> Told:
         """Logits of each row's last token and draft, end to end, to a verdict on the host: the step's one synchronisation."""
         count_B, num_positions = draft.length_B.numpy() + 1, draft.token_BK.shape[1] + 1
-        if self.verifier.lossless and self.simple_R[rows].all():
+        if not self.processes.leads:  # one process judges, and tells the others
+            nobody_B = np.zeros(len(rows), dtype=np.int64)
+            told = Told(nobody_B, nobody_B, draft.token_BK.cpu().numpy())
+        elif self.verifier.lossless and self.simple_R[rows].all():
             told = self._verify_greedy(draft, logits_NV)
         else:
             params = [self._request(row).params for row in rows]
@@ -323,6 +342,8 @@ class Engine:
             columns = [verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK]
             host = torch.cat(columns, 1).cpu().numpy()
             told = Told(host[:, 0], host[:, 1], host[:, 2:])
+        if self.processes.size > 1:
+            told.accepted_B, told.token_B = self.processes.agree(np.stack([told.accepted_B, told.token_B]))
         if self.proposer.needs_logits:
             if self.logits_RV is None:
                 self.logits_RV = logits_NV.new_zeros(self.max_batch_size, logits_NV.shape[-1])

@@ -18,18 +18,17 @@ import numpy as np
 import torch
 from pydantic import ConfigDict
 
-from specdec import adaptive, checkpoint, cost, method, rejection, sampling
+from specdec import adaptive, checkpoint, cost, method, parallel_state, rejection, sampling
 from specdec.adaptive import Adaptive, Scheduled
 from specdec.core import Checked, Policy, Proposer, Request, SamplingParams, nearest
 from specdec.engine import Engine
 from specdec.rejection import Verifier
 from specdec.stats import SpecDecodeMetrics
-from specdec.target import CausalLM
+from specdec.target import CausalLM, choose_device
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "enforce_eager": (None, True),
-    "draft_tensor_parallel_size": (None, 1),
     "quantization": (None,),
     "moe_backend": (None,),
     "attention_backend": (None, "auto"),
@@ -72,6 +71,7 @@ class SpeculativeConfig(Checked):
     num_speculative_tokens_per_batch_size: list[Any] | str | None = None
     enable_adaptive_verification: bool | None = None
     cost_table: str | None = None
+    draft_tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     revision: str | None = None
     prompt_lookup_min: int | None = None
@@ -173,15 +173,27 @@ class SpeculativeConfig(Checked):
         if self.cost_table is not None:
             table = cost.load(self.cost_table)
         else:
-            print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
+            if target.processes.leads:
+                print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
             table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size), repeats=3)
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
         proposer.gives_evidence = trims
         return Adaptive(table, most, max_batch_size, auto, trims, scheduled)
 
+    def check_processes(self, size: int) -> None:
+        """Raise ValueError, one line, if the drafter cannot be cut as asked. size: the target's tensor_parallel_size."""
+        name, asked = self.resolved_method, self.draft_tensor_parallel_size
+        if asked not in (None, 1, size):
+            raise ValueError(f"draft_tensor_parallel_size={asked} must be 1 or the target's tensor_parallel_size={size}")
+        if asked not in (None, 1) and "draft_tensor_parallel_size" not in method.settings(name):
+            raise ValueError(
+                f"draft_tensor_parallel_size={asked}: of method {name!r} every process holds the whole drafter; use 1"
+            )
+
     def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
         """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
         name = self.resolved_method
+        self.check_processes(target.processes.size)
         given = {key: value for key, value in self.model_dump().items() if value is not None}
         for key in _POLICY:
             given.pop(key, None)
@@ -194,6 +206,8 @@ class SpeculativeConfig(Checked):
         scheme = given.pop("rejection_sample_method")
         given.pop("method", None)
         given.pop("parallel_drafting", None)
+        if "draft_tensor_parallel_size" not in method.settings(name):
+            given.pop("draft_tensor_parallel_size", None)  # 1, which is so
         if given.get("model") in ("ngram", "[ngram]"):  # vLLM's other spelling of method="ngram"
             given.pop("model")
         scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
@@ -289,7 +303,9 @@ class LLM:
 
     model: directory, hub id, or embedded name; dtype, device: chosen unless given; max_batch_size: rows decoded together;
     max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: for requests without one;
-    num_threads: torch's threads, left as they are unless given (1 is best on a CPU that others use too).
+    num_threads: torch's threads, left as they are unless given (1 is best on a CPU that others use too);
+    tensor_parallel_size: processes that hold a part of the target each, in a script that `torchrun --nproc_per_node` starts.
+    All of them make the same calls and get the same answers. At 1 a process is on its own, under torchrun too.
     """
 
     def __init__(
@@ -305,12 +321,14 @@ class LLM:
         speculative_config: dict[str, Any] | str | None = None,
         seed: int = 0,
         num_threads: int | None = None,
+        tensor_parallel_size: int = 1,
     ):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.speculative_config = SpeculativeConfig.parse(speculative_config)
-        _ = self.speculative_config.resolved_method  # a typo is found before the target is loaded
-        self.target = CausalLM(model, dtype, device, revision)
+        self.speculative_config.check_processes(tensor_parallel_size)  # a typo is found before the target is loaded
+        processes = parallel_state.join(tensor_parallel_size, choose_device(device))
+        self.target = CausalLM(model, dtype, device, revision, processes)
         proposer, verifier = self.speculative_config.build(self.target)
         policy = self.speculative_config.policy(self.target, proposer, max_batch_size)
         shape = max_batch_size, max_model_len, prefill_chunk_size
@@ -395,7 +413,8 @@ class LLM:
         # what an error or an interruption left behind belongs to nobody
         self.engine.clear()
         finished = self.engine.run(requests)
-        for _ in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=not use_tqdm):
+        silent = not use_tqdm or not self.target.processes.leads
+        for _ in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
             pass
         return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]
 

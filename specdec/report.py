@@ -75,7 +75,7 @@ def lossless_said(
 
 
 @contextlib.contextmanager
-def progress(total: int, **done: int) -> Iterator[Callable[[str], None]]:
+def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr for each name, `done` of `total` through; yields a function that advances the named one by one."""
     columns = (
         TextColumn("{task.description:>12}"),
@@ -84,7 +84,7 @@ def progress(total: int, **done: int) -> Iterator[Callable[[str], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
         places = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
         yield lambda name: bars.advance(places[name])
 

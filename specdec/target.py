@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specdec import hub, linear
+from specdec import hub, linear, shard
 from specdec.core import first_line, nearest
 from specdec.kv import SlotCache, Window, slot_attention
+from specdec.parallel_state import ALONE, Processes
 
 AttentionInterface.register("specdec", slot_attention)
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
@@ -64,21 +65,30 @@ class CausalLM:
     """Weights, tokenizer and the facts about them that decoding needs.
 
     name: a local directory, a hub id, or the name of an embedded model (`specdec.hub`).
-    dtype, device: chosen as `choose_dtype` and `choose_device` say, unless given.
+    dtype, device: chosen as `choose_dtype` and `choose_device` say, unless given. processes: among which the weights are cut,
+    each with its own device; logits and hidden states are whole in all of them, keys and values are not.
     Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that can be rolled back.
     """
 
+    processes: Processes = ALONE
+
     def __init__(
-        self, name: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None, revision: str | None = None
+        self,
+        name: str | Path,
+        dtype: str | torch.dtype | None = None,
+        device: str | None = None,
+        revision: str | None = None,
+        processes: Processes = ALONE,
     ):
-        self.name = str(name)
-        self.device = choose_device(device)
+        self.name, self.processes = str(name), processes
+        self.device = processes.device or choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
-        self.path = hub.resolve(self.name, revision)
-        self.model = load_weights(self.path, self.dtype, self.device)
+        with processes.in_turn():
+            self.path = hub.resolve(self.name, revision)
+            self.model = load_weights(self.path, self.dtype, self.device, processes)
+            if linear.can_pack(self.dtype, self.device):
+                linear.pack(self.model)
         self.config = self.model.config.get_text_config()
-        if linear.can_pack(self.dtype, self.device):
-            linear.pack(self.model)
 
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
@@ -117,7 +127,7 @@ class CausalLM:
     def head_rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Weight [n, D] and bias [n] of the output layer, for these tokens or for all."""
         head = self.model.get_output_embeddings()
-        weight = head.packed.to_dense() if isinstance(head, linear.PackedLinear) else head.weight
+        weight = shard.whole_weight(head)
         if token_ids is None:
             return weight.detach(), head.bias
         return weight.detach()[token_ids], None if head.bias is None else head.bias.detach()[token_ids]
@@ -132,7 +142,7 @@ class CausalLM:
         return self.cap(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
     def slots(self) -> list[tuple[int, ...]]:
-        """What the slot cache holds for every layer: heads, width of keys, and of values where that is another (MLA, whose
+        """What a slot cache holds for every layer: heads, width of keys, and of values where that is another (MLA, whose
         compressed keys and values are kept as the heads see them)."""
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
         width = getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads
@@ -142,7 +152,11 @@ class CausalLM:
         return [of_layer] * self.num_layers
 
     def new_cache(self) -> SlotCache:
-        return SlotCache(self.slots(), self.dtype, self.device)
+        """For this process's own heads, where those are cut among several."""
+        size, share = self.processes.size, 1
+        if size > 1 and shard.cuts_heads(shard.plan_of(self.model.config, size)):
+            share = size
+        return SlotCache([(heads // share, *widths) for heads, *widths in self.slots()], self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -232,15 +246,17 @@ def capped(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
     return logits, slope
 
 
-def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The transformers model of a directory, for inference, reading only JSON and safetensors."""
+def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes: Processes = ALONE) -> Any:
+    """The transformers model of a directory, for inference, reading only JSON and safetensors. Of several processes each has
+    its part on its device; the whole passes through the memory of the CPU."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"{path}: config.json cannot be read ({first_line(error)})") from None
     _refuse_what_cannot_roll_back(path, config)
+    plan = shard.plan_of(config, processes.size) if processes.size > 1 else None
     if hub.is_random(path):
-        with torch.random.fork_rng(), device:
+        with torch.random.fork_rng(), device if plan is None else torch.device("cpu"):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="specdec")
     else:
@@ -262,6 +278,8 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
         model, told = loaded
         if told["missing_keys"]:  # transformers would leave them random
             raise ValueError(f"{path}: the weights lack {sorted(told['missing_keys'])[0]!r}; fetch the model again")
+    if plan is not None:
+        shard.shard(model, plan, processes)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -136,7 +136,8 @@ def decode(
         except ValueError as error:
             if of[request.id][1] == 1:
                 raise
-            print(f"note: {error}; the conversation ends here", file=sys.stderr)
+            if engine.target.processes.leads:
+                print(f"note: {error}; the conversation ends here", file=sys.stderr)
             return False
         return True
 

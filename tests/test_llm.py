@@ -492,7 +492,6 @@ def test_other_names_of_a_method() -> None:
 # Every key of vLLM's object whose feature is not built: what asks for it, and what does not.
 NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "enforce_eager": ([False], [None, True]),
-    "draft_tensor_parallel_size": ([2], [None, 1]),
     "quantization": (["fp8"], [None]),
     "moe_backend": (["triton"], [None]),
     "attention_backend": (["FLASH_ATTN"], [None, "auto"]),
@@ -511,7 +510,7 @@ NOT_BUILT: dict[str, tuple[list[Any], list[Any]]] = {
     "fly_entropy_top_k": ([5], [None]),
 }
 BUILT = {
-    *("draft_model_config", "parallel_drafting", "use_heterogeneous_vocab"),
+    *("draft_model_config", "draft_tensor_parallel_size", "parallel_drafting", "use_heterogeneous_vocab"),
     *("method", "model", "num_speculative_tokens", "max_model_len", "revision"),
     *("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"),
     *("prompt_lookup_max", "prompt_lookup_min"),

@@ -29,6 +29,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Checked, Context, Draft, Request
 from specdec.drafter import Drawing, check_drafting, nothing
 from specdec.kv import end_to_end
+from specdec.parallel_state import ALONE
 from specdec.target import CausalLM, capped, load_weights
 from specdec.training import losses, parallel, unroll
 from specdec.training.features import Batch
@@ -106,7 +107,9 @@ class DraftModel(Learner):
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
     draft_sample_method: `greedy` (argmax, at every temperature: the law of the draft is one-hot) or `probabilistic` (drawn at
     the request's temperature, the law recorded); max_model_len: of the drafter's own context, beyond which a row is not
-    drafted for; use_heterogeneous_vocab: the vocabularies may differ, and what both have is drafted.
+    drafted for; use_heterogeneous_vocab: the vocabularies may differ, and what both have is drafted;
+    draft_tensor_parallel_size: 1 (each of the target's processes holds the whole drafter) or the target's (it is cut like the
+    target, the default).
     """
 
     name: ClassVar[str] = "draft_model"
@@ -128,6 +131,7 @@ class DraftModel(Learner):
         max_model_len: int | None = None,
         revision: str | None = None,
         use_heterogeneous_vocab: bool = False,
+        draft_tensor_parallel_size: int | None = None,
     ):
         super().__init__()
         check_drafting(num_speculative_tokens, draft_sample_method)
@@ -142,7 +146,7 @@ class DraftModel(Learner):
             self.config = model.config
             self.lm = causal_lm.build(model).to(target.device)
             return
-        self.model = model if isinstance(model, CausalLM) else _load(target, model, revision)
+        self.model = model if isinstance(model, CausalLM) else _load(target, model, revision, draft_tensor_parallel_size)
         if use_heterogeneous_vocab:
             self.vocabulary = vocabulary.shared(target, self.model)
         else:
@@ -392,9 +396,11 @@ def same_vocabulary(target: CausalLM, size: int, name: str, otherwise: str = "")
         )
 
 
-def _load(target: CausalLM, name: str, revision: str | None) -> CausalLM:
+def _load(target: CausalLM, name: str, revision: str | None, size: int | None = None) -> CausalLM:
     """The drafter's weights; the target's own, if it is to draft for itself."""
     path = causal_lm.find(name, revision)
-    if path == target.path:
+    processes = ALONE if size == 1 else target.processes
+    if path == target.path and processes.size == target.processes.size:
         return target
-    return CausalLM(path if Path(name).expanduser().is_dir() else name, target.dtype, str(target.device), revision)
+    own = path if Path(name).expanduser().is_dir() else name
+    return CausalLM(own, target.dtype, str(target.device), revision, processes)

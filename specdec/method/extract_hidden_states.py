@@ -46,7 +46,9 @@ class ExtractHiddenStates(Silent):
         self.hidden_layers = _layer_ids(draft_model_config, target)
         self.include_output_tokens = include_output_tokens
         manifest = features.identity(target, self.hidden_layers)
-        self.writer = features.Writer(Path(shared_storage_path).expanduser(), manifest, shard_bytes=0)
+        self.writer = None  # of several processes with the same states, one writes
+        if target.processes.leads:
+            self.writer = features.Writer(Path(shared_storage_path).expanduser(), manifest, shard_bytes=0)
         self.request_R: dict[int, Request] = {}
         self.hidden_R: dict[int, list[Tensor]] = {}
 
@@ -66,7 +68,7 @@ class ExtractHiddenStates(Silent):
 
     def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]
-        if request.finish_reason is None:
+        if request.finish_reason is None or self.writer is None:
             return  # dropped in the middle
         tokens, num_prompt = [*request.prompt_token_ids, *request.output_token_ids], len(request.prompt_token_ids)
         length = len(tokens) - 1 if self.include_output_tokens else num_prompt

@@ -59,11 +59,19 @@ class Pard(DraftModel):
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
         revision: str | None = None,
+        draft_tensor_parallel_size: int | None = None,
         pard_token: int | None = None,
         use_heterogeneous_vocab: bool = False,
     ):
         super().__init__(
-            target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision, use_heterogeneous_vocab
+            target,
+            model,
+            num_speculative_tokens,
+            draft_sample_method,
+            max_model_len,
+            revision,
+            use_heterogeneous_vocab,
+            draft_tensor_parallel_size,
         )
         if isinstance(model, Checkpoint):
             name, config, size = model.name, model.config, target.vocab_size
