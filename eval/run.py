@@ -125,9 +125,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if isinstance(two_vocabularies, vocabulary.Shared):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     track.write_json(out_dir / "summary.json", summary)
-    title = (
-        f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
-    )
+    num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
+    title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = report.plot_run(summary, title, out_dir / "run.png")
     report.show(report.table(summary, title), f"lossless: {said}")
     if scheme == "block" and not getattr(proposer, "probabilistic", False):

@@ -33,7 +33,7 @@ WHAT = "num_speculative_tokens_per_batch_size"
 # ------------------------------------------------------------------------------------------- output is the target's
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["restless", "scheduled", "both"])
 @pytest.mark.parametrize("case", DRAFTING)
 def test_output_is_plain_decodings(case: Case, name: str) -> None:
     """Greedy rows under standard, sampled ones under match; batches of 1, 3 and 8; rows sit out, and come back."""
@@ -45,12 +45,13 @@ def test_output_is_plain_decodings(case: Case, name: str) -> None:
         assert outputs(requests) == [slow_decode(TABLE.logits_after, request)[0] for request in requests]
 
 
-@pytest.mark.parametrize("case", DRAFTING)
+@pytest.mark.parametrize("case", [case for case in DRAFTING if "greedy" not in case.id and "same" not in case.id])
 def test_joint_law(case: Case) -> None:
-    """Lengths chosen by what was accepted, and verified by evidence: the law stays what it is."""
+    """Lengths chosen by what was accepted, and verified by evidence: the law stays what it is. (Of greedy drafters the
+    output at temperature 0 and under `match`, above, says as much: their drafts are functions of the text.)"""
     drafting = proposer(case, SMALL)
     deciding = policy("both", drafting, 8)
-    requests = decode(SMALL, drafting, scheme("standard"), num_requests=200, rows=8, deciding=deciding)
+    requests = decode(SMALL, drafting, scheme("standard"), num_requests=160, rows=8, deciding=deciding)
     assert misfit(SMALL, requests) < 1
 
 
