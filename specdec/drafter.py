@@ -85,6 +85,8 @@ class Drafter(Learner):
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
     gives_evidence = False
+    num_evidence = 1
+    parts: tuple[str, ...] = ()
     std = 0.02  # of matrices that are drawn at random
     hidden_layers: tuple[int, ...] = ()
 

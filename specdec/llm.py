@@ -20,6 +20,7 @@ from pydantic import ConfigDict
 from specdec import checkpoint, method, rejection, sampling
 from specdec.core import Checked, Proposer, Request, SamplingParams, nearest
 from specdec.engine import Engine
+from specdec.method import hybrid
 from specdec.rejection import Verifier
 from specdec.stats import SpecDecodeMetrics
 from specdec.target import CausalLM
@@ -56,8 +57,9 @@ _PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}  # what a method is call
 class SpeculativeConfig(Checked):
     """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
 
-    A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts; so is
-    `pard_token`, for a parallel draft model whose config.json lacks it.
+    A key whose feature is not built is an error that says so. `prompt_lookup_latest` is ours: the rightmost match counts; so
+    are `pard_token`, for a parallel draft model whose config.json lacks it, `min_score` of suffix, and `proposers` of hybrid:
+    objects like this one, without what is the whole's.
     `shared_storage_path` and `include_output_tokens` of extract_hidden_states are settings of a connector in vLLM.
     """
 
@@ -77,6 +79,8 @@ class SpeculativeConfig(Checked):
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
+    min_score: float | None = None
+    proposers: list[dict[str, Any]] | None = None
     draft_sample_method: str | None = None
     parallel_drafting: bool | None = None
     pard_token: int | None = None
@@ -126,7 +130,31 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"method {name!r} is not built yet; built: {', '.join(method.names())}")
         if name not in method.names():
             raise ValueError(f"unknown method {name!r}; {nearest(name, method.names())}")
+        if name == "hybrid":
+            self._parts()
         return name
+
+    def _parts(self) -> list[SpeculativeConfig]:
+        """The proposers of `hybrid`, each with what it takes over from the whole. Raises ValueError for one that cannot be."""
+        if self.proposers is None:
+            raise ValueError("method 'hybrid' needs proposers, a list of {'method': ..., ...}; see conf/method/hybrid.yaml")
+        parts = []
+        for place, own in enumerate(hybrid.with_model(self.proposers, self.model)):
+            try:
+                hybrid.refuse(own.get("method"))
+                for key in own:
+                    if key in ("rejection_sample_method", "proposers") or key.startswith("synthetic_"):
+                        raise ValueError(f"{key} is not a part's; give it to the whole")
+                if not {"method", "model"} & set(own):
+                    raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")
+                part = SpeculativeConfig(**({"num_speculative_tokens": self.num_speculative_tokens} | own))
+                name, given = part._settings()
+                hybrid.refuse(name)
+                method.check(name, given)
+            except ValueError as error:
+                raise ValueError(f"proposers[{place}]: {error}") from None
+            parts.append(part)
+        return parts
 
     def _inferred_method(self) -> str:
         if self.model is None:
@@ -143,16 +171,14 @@ class SpeculativeConfig(Checked):
                 return name
         return "draft_model"
 
-    def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
-        """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
+    def _settings(self) -> tuple[str, dict[str, Any]]:
+        """The method and what is said to it. Raises ValueError for what cannot work with any target."""
         name = self.resolved_method
         given = {key: value for key, value in self.model_dump().items() if value is not None}
-        scheme = given.pop("rejection_sample_method")
-        given.pop("method", None)
-        given.pop("parallel_drafting", None)
+        for key in ("method", "parallel_drafting", *(key for key in list(given) if key.startswith(_SCHEME))):
+            given.pop(key, None)
         if given.get("model") in ("ngram", "[ngram]"):  # vLLM's other spelling of method="ngram"
             given.pop("model")
-        scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
         if given.get("draft_sample_method") == "greedy" and "draft_sample_method" not in method.settings(name):
             given.pop("draft_sample_method")  # true of every deterministic drafter
         num_draft = given.get("num_speculative_tokens")
@@ -166,8 +192,20 @@ class SpeculativeConfig(Checked):
             for key in ("shared_storage_path", "draft_model_config"):
                 if key not in given:
                     raise ValueError(f"method {name!r} needs {key}; see conf/method/{name}.yaml")
-        if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
-            raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
+        if name == "hybrid":
+            parts = [part._settings() for part in self._parts()]
+            given["proposers"] = [{"method": own} | settings for own, settings in parts]
+            given.pop("model", None)  # a part has it now
+        return name, given
+
+    def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
+        """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
+        name, given = self._settings()
+        scheme, num_draft = self.rejection_sample_method, given.get("num_speculative_tokens")
+        scheme_params = {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
+        for own in (given, *given.get("proposers", ())):
+            if (limit := own.get("max_model_len")) is not None and limit > target.max_model_len:
+                raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
         if num_draft is not None and num_draft >= target.max_model_len:
             raise ValueError(
                 f"num_speculative_tokens={num_draft} is beyond the {target.max_model_len} tokens that {target.name} can hold; "
@@ -179,6 +217,7 @@ class SpeculativeConfig(Checked):
         return proposer, rejection.build(scheme, proposer.num_speculative_tokens, **scheme_params)
 
 
+_SCHEME = ("rejection_sample_method", "synthetic_")  # how the keys of the rejection scheme begin
 _MODEL_HINT = {
     "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary",
     "custom_class": "give the dotted path of your class, 'package.module.Class'",

@@ -112,6 +112,8 @@ class DraftModel(Learner):
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
     gives_evidence = False
+    num_evidence = 1
+    parts: tuple[str, ...] = ()
     lead = 1
 
     def __init__(
