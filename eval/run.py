@@ -5,6 +5,7 @@ was lost.
     python eval/run.py method=ngram method.num_speculative_tokens=8 sampling.temperature=0.8 rejection=match
     python eval/run.py -m method=ngram,suffix limit=24
     python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo          # any drafter in a known format says its method
+    python eval/run.py method=hybrid checkpoint=outputs/eagle3_demo-llama-demo   # n-gram where it matches, else the drafter
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
 Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
@@ -112,7 +113,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     )
     plot = report.plot_run(summary, title, out_dir / "run.png")
-    report.show(report.table(summary, title), f"lossless: {said}")
+    more = [report.proposer_table(summary)] if "proposers" in summary["overall"] else []
+    report.show(report.table(summary, title), *more, f"lossless: {said}")
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
         report.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"

@@ -148,8 +148,8 @@ class SpeculativeConfig(Checked):
                 if not {"method", "model"} & set(own):
                     raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")
                 part = SpeculativeConfig(**({"num_speculative_tokens": self.num_speculative_tokens} | own))
+                hybrid.refuse(part.resolved_method)
                 name, given = part._settings()
-                hybrid.refuse(name)
                 method.check(name, given)
             except ValueError as error:
                 raise ValueError(f"proposers[{place}]: {error}") from None

@@ -144,7 +144,8 @@ class DraftModel(Learner):
             )
         self.max_model_len = max_model_len or self.model.max_model_len
         self.cache = self.model.new_cache()
-        self.written_R: dict[int, int] = {}  # tokens of each row that the cache holds, drafts included
+        self.written_R: dict[int, int] = {}  # committed tokens of each row that the cache holds
+        self.offered_R: dict[int, tuple[Tensor, int, int]] = {}  # the last drafts, the row's place among them, what was written
 
     # ---------------------------------------------------------------- drafting
 
@@ -161,6 +162,7 @@ class DraftModel(Learner):
 
     def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         del self.written_R[row]
+        self.offered_R.pop(row, None)
 
     def take_in(self, context: Context) -> bool:
         return False
@@ -179,9 +181,11 @@ class DraftModel(Learner):
             token_B = drawing.draw(logits_BV)
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
             token_N = end_to_end(token_B.unsqueeze(1), count_B)
+        draft = drawing.draft(draft_B)
         for b in np.flatnonzero(draft_B):
-            self.written_R[rows[b]] = int(context.length_B[b] + draft_B[b] - 1)
-        return drawing.draft(draft_B)
+            self.written_R[rows[b]] = int(context.length_B[b])
+            self.offered_R[rows[b]] = draft.token_BK, int(b), int(draft_B[b]) - 1
+        return draft
 
     def room(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row whose context is used up drafts
@@ -190,8 +194,18 @@ class DraftModel(Learner):
 
     def missing(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
-        Of what was written, committed tokens stand, and so do drafts accepted since; the last committed token never was one."""
+        Of what was written, tokens that were committed then stand, and so do drafts that were committed since. The last
+        committed token is processed anyhow: its logits are wanted."""
         start_B = np.minimum([self.written_R[row] for row in context.rows], context.length_B - 1)
+        host: dict[int, np.ndarray] = {}  # rows that drafted together are read together
+        for b, row in enumerate(context.rows.tolist()):
+            if row in self.offered_R and start_B[b] == self.written_R[row]:
+                token_BK, at, written = self.offered_R[row]
+                if id(token_BK) not in host:
+                    host[id(token_BK)] = token_BK.cpu().numpy()
+                offered, new = host[id(token_BK)][at, :written], context.tokens(b)[start_B[b] : -1]
+                most = min(len(offered), len(new))
+                start_B[b] += (offered[:most] == new[:most]).cumprod().sum()
         return start_B, [context.tokens(b)[start_B[b] : None if n else start_B[b]] for b, n in enumerate(draft_B)]
 
     def forward_tokens(

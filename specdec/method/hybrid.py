@@ -51,6 +51,11 @@ class Hybrid(Silent):
                     f"proposers[{place}]: num_speculative_tokens={most} is over the whole's {num_speculative_tokens}; lower it"
                 )
             self.turns.append(Turn(self.parts[place], method.build(name, target, **settings)))
+        self.vocab_size = target.vocab_size
+        self.compose()
+
+    def compose(self) -> None:
+        """What follows from the parts."""
         layers = [layer for turn in self.turns for layer in turn.proposer.hidden_layers]
         self.hidden_layers = tuple(dict.fromkeys(layers))  # each once, in the order of the parts
         for turn in self.turns:
@@ -62,7 +67,6 @@ class Hybrid(Silent):
         # of every part a column that says that the draft is its, then its own numbers: one regression serves all
         self.first_evidence = np.cumsum([0, *(1 + turn.proposer.num_evidence for turn in self.turns)]).tolist()
         self.num_evidence = self.first_evidence[-1]
-        self.vocab_size = target.vocab_size
 
     @property
     def gives_evidence(self) -> bool:
@@ -216,7 +220,7 @@ def refuse(name: str | None) -> None:
     """Raises ValueError for a method that can be no part."""
     if name == "hybrid":
         raise ValueError("a hybrid inside a hybrid; write its parts into the list itself")
-    if name in method.names() and "num_speculative_tokens" not in method.settings(name):
+    if name in ("none", "extract_hidden_states"):
         raise ValueError(f"method {name!r} drafts nothing; leave it out")
 
 
