@@ -49,7 +49,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "fly_entropy_threshold": (None, 0.3),
     "fly_entropy_top_k": (None, 3),
 }
-_NOT_BUILT_METHODS = ("medusa", "dflash", "dspark", "ngram_gpu")
+_NOT_BUILT_METHODS = ("medusa", "dflash", "dspark")
 _ALIASES = {"mlp_speculator": "mlp"}  # vLLM's name up to 0.32
 _PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}  # what a method is called here when it drafts in one pass
 

@@ -267,6 +267,7 @@ _K = {"num_speculative_tokens": NUM_DRAFT}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {"none": {}},
     "ngram": {"ngram": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
+    "ngram_gpu": {"ngram_gpu": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
     "suffix": {"suffix": _K | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0}},
     "draft_model": {
         f"{how}-{drafter}": _K | {"model": drafter, "draft_sample_method": how}

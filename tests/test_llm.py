@@ -447,7 +447,7 @@ def test_a_directory_with_dots_is_no_dotted_path(tmp_path: Path, monkeypatch: py
     assert SpeculativeConfig(model="draft.v1").resolved_method == "draft_model"
 
 
-LATER = ("medusa", "dflash", "dspark", "ngram_gpu")
+LATER = ("medusa", "dflash", "dspark")
 
 
 @pytest.mark.parametrize(

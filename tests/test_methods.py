@@ -22,6 +22,7 @@ from specdec.drafter import Init
 from specdec.llm import SpeculativeConfig
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
+from specdec.method.ngram_gpu import NgramGpu
 from specdec.target import CausalLM
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())
@@ -92,8 +93,11 @@ def drafts(proposer: Proposer, texts: dict[int, list[int]], **more: Any) -> list
 
 @pytest.mark.parametrize("case", VECTORS["ngram_vllm"])
 def test_ngram_vectors(case: dict[str, Any]) -> None:
-    proposer = Ngram(case["k"], prompt_lookup_min=case["min_n"], prompt_lookup_max=case["max_n"])
-    assert drafts(proposer, {0: case["tokens"]}) == [case["draft"]]
+    bounds = {"prompt_lookup_min": case["min_n"], "prompt_lookup_max": case["max_n"]}
+    assert drafts(Ngram(case["k"], **bounds), {0: case["tokens"]}) == [case["draft"]]
+    on_device = NgramGpu(tiny(), case["k"], **bounds)
+    on_device.reserve(1, SLOTS)
+    assert drafts(on_device, {0: case["tokens"]}) == [case["draft"]]
 
 
 @pytest.mark.parametrize("find", [find_match, find_match_reference])
@@ -159,6 +163,37 @@ def test_ngram_drafts_are_ragged_and_within_the_budget() -> None:
     texts = {0: [1, 2, 3, 4, 1, 2], 2: [5, 6, 7], 3: [1, 2, 3, 4, 9, 8, 7, 1, 2]}
     assert drafts(proposer, texts) == [[3, 4, 1, 2], [], [3, 4, 9, 8]]
     assert drafts(proposer, texts, max_draft=[2, 4, 0]) == [[3, 4], [], []]
+
+
+@pytest.mark.parametrize("latest", [False, True])
+def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
+    """Ragged batches that grow by a few tokens at a time, some rows sitting out; evidence too."""
+    rng = np.random.default_rng(2)
+    drafted = 0
+    for _ in range(60):
+        low = int(rng.integers(1, 4))
+        given = {"prompt_lookup_min": low, "prompt_lookup_max": low + int(rng.integers(4)), "prompt_lookup_latest": latest}
+        k, vocab = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+        plain, device = Ngram(k, **given), NgramGpu(tiny(), k, **given)
+        plain.gives_evidence = device.gives_evidence = True
+        device.reserve(5, 20)
+        device.reserve(5, SLOTS)
+        texts = {row: rng.integers(0, vocab, rng.integers(1, 30)).tolist() for row in range(5)}
+        for row, tokens in texts.items():
+            device.begin(row, Request("", tokens, SamplingParams()))
+        for _ in range(8):
+            rows = np.flatnonzero(rng.random(5) < 0.7).tolist() or [2]
+            now = context(plain, {row: texts[row] for row in rows}, max_draft=rng.integers(0, k + 1, len(rows)).tolist())
+            want, got = plain.propose(now), device.propose(now)
+            assert torch.equal(got.length_B, want.length_B)
+            live_BK = torch.arange(want.token_BK.shape[1]) < want.length_B.unsqueeze(1)
+            assert torch.equal(got.token_BK[live_BK], want.token_BK[live_BK])
+            assert got.evidence_BKF is not None
+            torch.testing.assert_close(got.evidence_BKF, want.evidence_BKF)
+            drafted += int(live_BK.sum())
+            for row in rows:
+                texts[row] = [*texts[row], *rng.integers(0, vocab, rng.integers(1, 5)).tolist()]
+    assert drafted > 500
 
 
 def test_followers_are_counted_as_in_words() -> None:

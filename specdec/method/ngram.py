@@ -30,15 +30,7 @@ class Ngram(Silent):
         prompt_lookup_max: int | None = None,
         prompt_lookup_latest: bool = False,
     ):
-        if num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing"
-            )
-        given = [bound for bound in (prompt_lookup_min, prompt_lookup_max) if bound is not None] or [5]
-        low = given[0] if prompt_lookup_min is None else prompt_lookup_min
-        high = given[-1] if prompt_lookup_max is None else prompt_lookup_max
-        if not 1 <= low <= high:
-            raise ValueError(f"prompt_lookup_min={low} and prompt_lookup_max={high}: need 1 <= min <= max")
+        low, high = check_bounds(num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)
         self.num_speculative_tokens = num_speculative_tokens
         self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest = low, high, prompt_lookup_latest
         tokens = np.zeros(2, dtype=np.int64)  # compile now, not in the first measured step
@@ -54,6 +46,17 @@ class Ngram(Silent):
                 n, count_K, of_K = count_followers(tokens, after, len(drafts[-1]), self.prompt_lookup_max)
                 evidence.append(np.stack([sampling.share_log_odds(count_K, of_K), np.full(len(count_K), n - 3)], 1))
         return ragged(drafts, context.last_token_B.device, evidence if self.gives_evidence else None)
+
+
+def check_bounds(num_speculative_tokens: int, low: int | None, high: int | None) -> tuple[int, int]:
+    """The bounds on n that are meant. Raises ValueError for what cannot be."""
+    if num_speculative_tokens < 1:
+        raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
+    given = [bound for bound in (low, high) if bound is not None] or [5]
+    low, high = given[0] if low is None else low, given[-1] if high is None else high
+    if not 1 <= low <= high:
+        raise ValueError(f"prompt_lookup_min={low} and prompt_lookup_max={high}: need 1 <= min <= max")
+    return low, high
 
 
 def find_match_reference(tokens: np.ndarray, low: int, high: int, latest: bool = False) -> int:
