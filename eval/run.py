@@ -6,6 +6,7 @@ was lost.
     python eval/run.py -m method=ngram,suffix limit=24
     python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo          # any drafter in a known format says its method
     torchrun --nproc_per_node 2 eval/run.py tensor_parallel_size=2
+    python eval/run.py method=hybrid checkpoint=outputs/eagle3_demo-llama-demo   # n-gram where it matches, else the drafter
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
 Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
@@ -128,7 +129,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = report.plot_run(summary, title, out_dir / "run.png")
-    report.show(report.table(summary, title), f"lossless: {said}")
+    more = [report.proposer_table(summary)] if "proposers" in summary["overall"] else []
+    report.show(report.table(summary, title), *more, f"lossless: {said}")
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
         report.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
@@ -232,8 +232,13 @@ def _keys(config: DictConfig, prefix: str = "") -> set[str]:
     keys: set[str] = set()
     for key in map(str, config):
         keys.add(f"{prefix}{key}")
-        if OmegaConf.is_dict(config) and isinstance(node := config._get_node(key), DictConfig) and node._value() is not None:
+        node = config._get_node(key) if OmegaConf.is_dict(config) else None
+        if isinstance(node, DictConfig) and node._value() is not None:
             keys |= _keys(node, f"{prefix}{key}.")
+        if isinstance(node, ListConfig) and node._value() is not None:  # as Hydra has it: method.proposers.0.method
+            for place, inner in enumerate(node):
+                if isinstance(inner, DictConfig):
+                    keys |= _keys(inner, f"{prefix}{key}.{place}.")
     return keys
 
 

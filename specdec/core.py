@@ -328,6 +328,22 @@ class Context:
     hidden: list[Tensor] | None = None
     logits_BV: Tensor | None = None
 
+    def of(self, place_B: np.ndarray) -> Context:
+        """The same for some of the rows, by their places, ascending."""
+        at_B = torch.from_numpy(place_B).to(self.last_token_B.device, non_blocking=True)
+        return Context(
+            rows=self.rows[place_B],
+            requests=[self.requests[b] for b in place_B],
+            token_RL=self.token_RL,
+            length_B=self.length_B[place_B],
+            max_draft_B=self.max_draft_B[place_B],
+            last_token_B=self.last_token_B[at_B],
+            stood_B=None if self.stood_B is None else self.stood_B[place_B],
+            uniform_BK=None if self.uniform_BK is None else self.uniform_BK[at_B],
+            hidden=None if self.hidden is None else [self.hidden[b] for b in place_B],
+            logits_BV=None if self.logits_BV is None else self.logits_BV[at_B],
+        )
+
     def tokens(self, b: int) -> np.ndarray:
         """Committed tokens of row b, prompt included (a view: do not write)."""
         return self.token_RL[self.rows[b], : self.length_B[b]]
@@ -346,6 +362,8 @@ class Proposer(Protocol):
     needs_logits: bool  # the logits that the last token was chosen from
     needs_noise: bool  # uniforms to draw with
     gives_evidence: bool  # set from outside: drafts come with evidence_BKF, if the proposer has any
+    num_evidence: int  # F of it; 0: it has none
+    parts: tuple[str, ...]  # names of the proposers that it is composed of, as in Draft.proposer_B; (): it is one itself
 
     def begin(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
@@ -398,6 +416,8 @@ class Silent:
     needs_logits = False
     needs_noise = False
     gives_evidence = False
+    num_evidence = 0
+    parts: tuple[str, ...] = ()
 
     def begin(self, row: int, request: Request) -> None:
         pass
@@ -415,10 +435,17 @@ class Silent:
         pass
 
 
-def ragged(drafts: list[np.ndarray], device: torch.device | str = "cpu") -> Draft:
-    """Pad host-side drafts of different lengths into one Draft."""
+def ragged(drafts: list[np.ndarray], device: torch.device | str = "cpu", evidence: list[np.ndarray] | None = None) -> Draft:
+    """Pad host-side drafts of different lengths into one Draft. evidence: [n, F] of each draft's n tokens."""
     length_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
     token_BK = np.zeros((len(drafts), int(length_B.max(initial=0))), dtype=np.int64)
     for row, draft in zip(token_BK, drafts, strict=True):
         row[: len(draft)] = draft
-    return Draft(torch.from_numpy(token_BK).to(device, non_blocking=True), torch.from_numpy(length_B))
+    evidence_BKF = None
+    if evidence is not None:
+        padded_BKF = np.zeros((*token_BK.shape, evidence[0].shape[1]), dtype=np.float32)
+        for own, given in zip(padded_BKF, evidence, strict=True):
+            own[: len(given)] = given
+        evidence_BKF = torch.from_numpy(padded_BKF).to(device, non_blocking=True)
+    token = torch.from_numpy(token_BK).to(device, non_blocking=True)
+    return Draft(token, torch.from_numpy(length_B), evidence_BKF=evidence_BKF)

@@ -86,6 +86,8 @@ class Drafter(Learner):
     needs_logits = False
     gives_evidence = False
     longest: int | None = None  # draft that it was made for, if there is a limit
+    num_evidence = 1
+    parts: tuple[str, ...] = ()
     std = 0.02  # of matrices that are drawn at random
     hidden_layers: tuple[int, ...] = ()
 

@@ -298,7 +298,8 @@ class Engine:
     def _nothing(self, num_rows: int) -> Draft:
         """No draft for any row."""
         empty = torch.zeros(num_rows, 0, dtype=torch.int64, device=self.target.device)
-        return Draft(empty, torch.zeros(num_rows, dtype=torch.int64))
+        names = [""] * num_rows if self.proposer.parts else None
+        return Draft(empty, torch.zeros(num_rows, dtype=torch.int64), proposer_B=names)
 
     def _context(self, rows: np.ndarray, length_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
         num_draft, uniform_BK = self.proposer.num_speculative_tokens, None

@@ -22,6 +22,7 @@ from specdec import adaptive, checkpoint, cost, method, parallel_state, rejectio
 from specdec.adaptive import Adaptive, Scheduled
 from specdec.core import Checked, Policy, Proposer, Request, SamplingParams, nearest
 from specdec.engine import Engine
+from specdec.method import hybrid
 from specdec.rejection import Verifier
 from specdec.stats import SpecDecodeMetrics
 from specdec.target import CausalLM, choose_device
@@ -46,7 +47,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "fly_entropy_threshold": (None, 0.3),
     "fly_entropy_top_k": (None, 3),
 }
-_NOT_BUILT_METHODS = ("medusa", "dflash", "dspark", "ngram_gpu")
+_NOT_BUILT_METHODS = ("medusa", "dflash", "dspark")
 _ALIASES = {"mlp_speculator": "mlp"}  # vLLM's name up to 0.32
 _PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}  # what a method is called here when it drafts in one pass
 
@@ -55,9 +56,10 @@ class SpeculativeConfig(Checked):
     """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
 
     A key whose feature is not built is an error that says so. Ours are `prompt_lookup_latest`: the rightmost match counts;
-    `pard_token`, for a parallel draft model whose config.json lacks it; `num_speculative_tokens="auto"`: as many as pay, by row
-    and step; a file with a schedule as `num_speculative_tokens_per_batch_size`; `cost_table`: a file of eval/profile_cost.py,
-    for what decides by costs; without it they are measured at the start.
+    `pard_token`, for a parallel draft model whose config.json lacks it; `min_score` of suffix; `proposers` of hybrid: objects
+    like this one, without what is the whole's; `num_speculative_tokens="auto"`: as many as pay, by row and step; a file with a
+    schedule as `num_speculative_tokens_per_batch_size`; `cost_table`: a file of eval/profile_cost.py, for what decides by
+    costs; without it they are measured at the start.
     `shared_storage_path` and `include_output_tokens` of extract_hidden_states are settings of a connector in vLLM.
     """
 
@@ -81,6 +83,8 @@ class SpeculativeConfig(Checked):
     suffix_decoding_max_cached_requests: int | None = None
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
+    min_score: float | None = None
+    proposers: list[dict[str, Any]] | None = None
     draft_sample_method: str | None = None
     parallel_drafting: bool | None = None
     pard_token: int | None = None
@@ -131,7 +135,31 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"method {name!r} is not built yet; built: {', '.join(method.names())}")
         if name not in method.names():
             raise ValueError(f"unknown method {name!r}; {nearest(name, method.names())}")
+        if name == "hybrid":
+            self._parts()
         return name
+
+    def _parts(self) -> list[SpeculativeConfig]:
+        """The proposers of `hybrid`, each with what it takes over from the whole. Raises ValueError for one that cannot be."""
+        if self.proposers is None:
+            raise ValueError("method 'hybrid' needs proposers, a list of {'method': ..., ...}; see conf/method/hybrid.yaml")
+        parts, num_draft = [], adaptive.AUTO_MOST if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
+        for place, own in enumerate(hybrid.with_model(self.proposers, self.model)):
+            try:
+                hybrid.refuse(own.get("method"))
+                for key in own:
+                    if key in (*_POLICY, "proposers") or key.startswith(_SCHEME) or own[key] == "auto":
+                        raise ValueError(f"{key}={own[key]} is not a part's; give it to the whole")
+                if not {"method", "model"} & set(own):
+                    raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")
+                part = SpeculativeConfig(**({"num_speculative_tokens": num_draft} | own))
+                hybrid.refuse(part.resolved_method)
+                name, given = part._settings()
+                method.check(name, given)
+            except ValueError as error:
+                raise ValueError(f"proposers[{place}]: {error}") from None
+            parts.append(part)
+        return parts
 
     def _inferred_method(self) -> str:
         if self.model is None:
@@ -190,27 +218,21 @@ class SpeculativeConfig(Checked):
                 f"draft_tensor_parallel_size={asked}: of method {name!r} every process holds the whole drafter; use 1"
             )
 
-    def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
-        """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
+    def _settings(self) -> tuple[str, dict[str, Any]]:
+        """The method and what is said to it. Raises ValueError for what cannot work with any target."""
         name = self.resolved_method
-        self.check_processes(target.processes.size)
         given = {key: value for key, value in self.model_dump().items() if value is not None}
-        for key in _POLICY:
-            given.pop(key, None)
         self.check_policy(name)
-        auto = given.get("num_speculative_tokens") == "auto"
-        if auto:
-            given.pop("num_speculative_tokens")
+        if self.num_speculative_tokens == "auto":
+            del given["num_speculative_tokens"]
             if name != "suffix":  # whose drafts end by themselves
                 given["num_speculative_tokens"] = 1 if hasattr(method.find(name), "longest") else adaptive.AUTO_MOST
-        scheme = given.pop("rejection_sample_method")
-        given.pop("method", None)
-        given.pop("parallel_drafting", None)
+        for key in ("method", "parallel_drafting", *_POLICY, *(key for key in list(given) if key.startswith(_SCHEME))):
+            given.pop(key, None)
         if "draft_tensor_parallel_size" not in method.settings(name):
             given.pop("draft_tensor_parallel_size", None)  # 1, which is so
         if given.get("model") in ("ngram", "[ngram]"):  # vLLM's other spelling of method="ngram"
             given.pop("model")
-        scheme_params = {key: given.pop(key) for key in list(given) if key.startswith("synthetic_")}
         if given.get("draft_sample_method") == "greedy" and "draft_sample_method" not in method.settings(name):
             given.pop("draft_sample_method")  # true of every deterministic drafter
         if not given.get("use_heterogeneous_vocab"):
@@ -228,8 +250,21 @@ class SpeculativeConfig(Checked):
             for key in ("shared_storage_path", "draft_model_config"):
                 if key not in given:
                     raise ValueError(f"method {name!r} needs {key}; see conf/method/{name}.yaml")
-        if (limit := given.get("max_model_len")) is not None and limit > target.max_model_len:
-            raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
+        if name == "hybrid":
+            parts = [part._settings() for part in self._parts()]
+            given["proposers"] = [{"method": own} | settings for own, settings in parts]
+            given.pop("model", None)  # a part has it now
+        return name, given
+
+    def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
+        """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
+        self.check_processes(target.processes.size)
+        name, given = self._settings()
+        scheme, num_draft = self.rejection_sample_method, given.get("num_speculative_tokens")
+        scheme_params = {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
+        for own in (given, *given.get("proposers", ())):
+            if (limit := own.get("max_model_len")) is not None and limit > target.max_model_len:
+                raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
         if num_draft is not None and num_draft >= target.max_model_len:
             raise ValueError(
                 f"num_speculative_tokens={num_draft} is beyond the {target.max_model_len} tokens that {target.name} can hold; "
@@ -238,7 +273,7 @@ class SpeculativeConfig(Checked):
         if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
             rejection.build(scheme, num_draft, **scheme_params)
         proposer = method.build(name, target, **given)
-        if auto and hasattr(proposer, "longest"):
+        if self.num_speculative_tokens == "auto" and hasattr(proposer, "longest"):
             proposer.num_speculative_tokens = min(adaptive.AUTO_MOST, proposer.longest or adaptive.AUTO_MOST)
         return proposer, rejection.build(scheme, proposer.num_speculative_tokens, **scheme_params)
 
@@ -263,6 +298,7 @@ class SpeculativeConfig(Checked):
 
 
 _POLICY = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
+_SCHEME = ("rejection_sample_method", "synthetic_")  # how the keys of the rejection scheme begin
 _MODEL_HINT = {
     "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
     "(use_heterogeneous_vocab=true: with another)",

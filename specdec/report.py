@@ -26,7 +26,7 @@ def summarize(
     category_of: dict[str, str],
     verify_s: Callable[[float], float] | None,
 ) -> dict[str, Any]:
-    """Numbers of the whole run and of every category.
+    """Numbers of the whole run and of every category; of a composed method, of its parts too (`proposers`).
 
     run, plain: statistics by request id, of the method and of decoding without speculation (may be empty);
     verify_s: measured seconds of a forward of n tokens per row.
@@ -36,6 +36,8 @@ def summarize(
         own = [run[i] for i in ids]
         base = [plain[i] for i in ids if i in plain]
         result = stats.pool(own)
+        if parts := stats.by_proposer(own):
+            result["proposers"] = parts
         result["mean_acceptance_length_over_requests"] = stats.mean_over_requests(own, "mean_acceptance_length")
         result["tokens_per_step_over_requests"] = stats.mean_over_requests(own, "tokens_per_step")
         result["decode_tokens_per_s"] = speed = stats.decode_tokens_per_s(own)
@@ -206,6 +208,24 @@ def table(summary: dict[str, Any], title: str) -> Table:
         "drafts, shorter ones too. tokens/s and speedup: prefill excluded; none: without speculation, in turn with it. model: "
         "what acceptance and measured forward times predict; efficiency: speedup / model."
     )
+    return grid
+
+
+def proposer_table(summary: dict[str, Any]) -> Table:
+    """Of a composed method: who drafted how often, how well, and what came of it."""
+    grid = Table(title="by proposer, all categories", title_justify="left", header_style="bold")
+    grid.add_column("proposer", no_wrap=True)
+    for name in ("steps", "drafts", "mean acceptance length", "accepted / drafted", "share of output"):
+        grid.add_column(name, justify="right")
+    for name, n in summary["overall"]["proposers"].items():
+        grid.add_row(
+            name,
+            str(n["num_steps"]),
+            str(n["num_drafts"]),
+            _number(n["mean_acceptance_length"]),
+            f"{n['num_accepted_tokens']} / {n['num_draft_tokens']}",
+            "-" if n["output_share"] is None else f"{n['output_share']:.0%}",
+        )
     return grid
 
 

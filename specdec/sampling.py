@@ -164,6 +164,11 @@ def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> 
     return inverse_cdf(q_BV, uniform_B), q_BV
 
 
+def share_log_odds(count: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Log-odds of the shares `count / of`, float32; half a case is added on either side, so that 1 of 1 is no certainty."""
+    return np.log((count + 0.5) / (of - count + 0.5)).astype(np.float32)
+
+
 def log_odds(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
     """[B] of the likeliest token under softmax(logits / T), or softmax(logits) at temperature 0; float32, within -40..40."""
     temperature_B1 = torch.where(temperature_B < GREEDY_BELOW, 1.0, temperature_B).unsqueeze(1)

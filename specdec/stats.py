@@ -98,6 +98,22 @@ def pool(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
     return metrics
 
 
+def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
+    """Of a composed method: the numbers of each part over the steps whose draft it made, in the order of first appearance, and
+    under `none` those of the steps in which nobody drafted. `output_share`: of all emitted tokens. Empty if not composed."""
+    own: dict[str, RequestStats] = {}
+    for stats in all_stats:
+        for step in zip(stats.proposer, stats.drafted, stats.accepted, stats.emitted, strict=bool(stats.proposer)):
+            part = own.setdefault(step[0] or "none", RequestStats())
+            for numbers, value in zip((part.drafted, part.accepted, part.emitted), step[1:], strict=True):
+                numbers.append(value)
+    total = sum(sum(part.emitted) for part in own.values())
+    return {
+        name: derive(part.histogram(), sum(part.emitted)) | {"output_share": sum(part.emitted) / total if total else None}
+        for name, part in own.items()
+    }
+
+
 def mean_over_requests(all_stats: Sequence[RequestStats], key: str, seed: int = 0) -> dict[str, float] | None:
     """Mean of a per-request number with a 95 % bootstrap interval over requests (2000 resamples, seeded)."""
     values = np.array([v for s in all_stats if (v := request_metrics(s)[key]) is not None], dtype=np.float64)

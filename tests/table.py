@@ -269,6 +269,7 @@ _K = {"num_speculative_tokens": NUM_DRAFT}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {"none": {}},
     "ngram": {"ngram": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
+    "ngram_gpu": {"ngram_gpu": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
     "suffix": {"suffix": _K | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0}},
     "draft_model": {
         f"{how}-{drafter}": _K | {"model": drafter, "draft_sample_method": how}
@@ -308,6 +309,28 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for how in ("greedy", "probabilistic")
         for size in ("fresh-reduced", "fresh-modules")
     },
+    "hybrid": {
+        **{
+            f"{how}-hybrid": _K
+            | {
+                "proposers": [
+                    {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3},
+                    {"method": "eagle3", "model": "fresh-reduced", "draft_sample_method": how},
+                ]
+            }
+            for how in ("greedy", "probabilistic")
+        },
+        # parts that draw from laws of their own, at lengths of their own, and a K of its own for one of them
+        "hybrid-of-four": _K
+        | {
+            "proposers": [
+                {"method": "custom_class", "model": "table.OwnLaw", "num_speculative_tokens": 2},
+                {"method": "suffix", "suffix_decoding_max_tree_depth": 6, "min_score": 0.6},
+                {"method": "mlp", "model": "fresh", "draft_sample_method": "probabilistic", "max_model_len": 24},
+                {"method": "draft_model", "model": "noisy"},
+            ]
+        },
+    },
     "custom_class": {"own-law": _K | {"model": "table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
 }
 
@@ -340,6 +363,13 @@ def scheme(name: str) -> Verifier:
 def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: CausalLM) -> Proposer:
     """A method of `methods`. drafters: the models called "noisy" and "negated", if the target is no table."""
     name, settings = case
+    return method.build(name, target, **with_models(name, settings, target, drafters))
+
+
+def with_models(name: str, settings: dict[str, Any], target: CausalLM, drafters: dict[str, CausalLM]) -> dict[str, Any]:
+    """The settings with what their words stand for."""
+    if "proposers" in settings:
+        return settings | {"proposers": [with_models(own["method"], own, target, drafters) for own in settings["proposers"]]}
     model = settings.get("model")
     if settings.get("shared_storage_path") == "fresh":
         settings = settings | {"shared_storage_path": tempfile.mkdtemp()}
@@ -355,7 +385,7 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
             assert isinstance(target, TableLM)
             drafters = {"noisy": target.noisy(1.0), "negated": target.negated()}
         settings = settings | {"model": drafters[model]}
-    return method.build(name, target, **settings)
+    return settings
 
 
 # Policies, under which K changes from step to step

@@ -171,6 +171,19 @@ def test_a_row_says_all_about_its_request(finished: Finished) -> None:
     assert outputs(out_dir) == outputs(out_dir, "baseline")
 
 
+def test_a_hybrid_says_who_drafted(cli: Cli, tmp_path: Path) -> None:
+    parts = "[{method: ngram, prompt_lookup_min: 2}, {method: draft_model, model: tiny}]"
+    done = cli("run", *SMALL, "method=hybrid", f"method.proposers={parts}", f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    rows = rows_of(tmp_path / "run" / "requests.jsonl")
+    assert all(len(row["proposer"]) == len(row["drafted"]) for row in rows)
+    overall = json.loads((tmp_path / "run" / "summary.json").read_text())["overall"]
+    assert {name or "none" for row in rows for name in row["proposer"]} == set(overall["proposers"])
+    assert sum(part["num_emitted_tokens"] for part in overall["proposers"].values()) == overall["num_emitted_tokens"]
+    assert "by proposer" in done.out
+    assert "equal plain decoding" in done.out
+
+
 def test_the_summary_follows_from_the_rows(finished: Finished) -> None:
     out_dir = finished[0]
     summary = json.loads((out_dir / "summary.json").read_text())
@@ -318,6 +331,8 @@ TYPOS = [
     (("temperature=0.5",), "did you mean 'sampling.temperature'?"),
     (("max_new_tokens=5",), "did you mean 'sampling.max_new_tokens'?"),
     (("method.num_speculativ_tokens=4",), "did you mean 'method.num_speculative_tokens'?"),
+    (("method=hybrid", "method.proposers.0.prompt_lookup_mn=3"), "did you mean 'method.proposers.0.prompt_lookup_min'?"),
+    (("method=hybrid",), "proposers[1]: it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)"),
     (("method=suffix", "method.prompt_lookup_max=3"), "unknown key 'method.prompt_lookup_max'"),
     (("rejection=synthetic", "rejection.synthetic_acceptence_length=2"), "synthetic_acceptance_length'?"),
     (("model.architectur=gemma3",), "did you mean 'model.architecture'?"),

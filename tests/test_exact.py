@@ -35,6 +35,8 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
         given |= {"model": str(target.path), "pard_token": 1}
     if name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
         given["model"] = drafter(name, target)
+    if name == "hybrid":
+        given["model"] = drafter("eagle3", target)
     if name == "extract_hidden_states":
         last = target.num_layers
         given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, last]}}

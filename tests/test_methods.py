@@ -21,7 +21,8 @@ from specdec.core import Context, Draft, Proposer, Request, SamplingParams
 from specdec.drafter import Init
 from specdec.llm import SpeculativeConfig
 from specdec.method.extract_hidden_states import ExtractHiddenStates
-from specdec.method.ngram import Ngram, find_match, find_match_reference
+from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
+from specdec.method.ngram_gpu import NgramGpu
 from specdec.target import CausalLM
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())
@@ -92,8 +93,11 @@ def drafts(proposer: Proposer, texts: dict[int, list[int]], **more: Any) -> list
 
 @pytest.mark.parametrize("case", VECTORS["ngram_vllm"])
 def test_ngram_vectors(case: dict[str, Any]) -> None:
-    proposer = Ngram(case["k"], prompt_lookup_min=case["min_n"], prompt_lookup_max=case["max_n"])
-    assert drafts(proposer, {0: case["tokens"]}) == [case["draft"]]
+    bounds = {"prompt_lookup_min": case["min_n"], "prompt_lookup_max": case["max_n"]}
+    assert drafts(Ngram(case["k"], **bounds), {0: case["tokens"]}) == [case["draft"]]
+    on_device = NgramGpu(tiny(), case["k"], **bounds)
+    on_device.reserve(1, SLOTS)
+    assert drafts(on_device, {0: case["tokens"]}) == [case["draft"]]
 
 
 @pytest.mark.parametrize("find", [find_match, find_match_reference])
@@ -161,6 +165,65 @@ def test_ngram_drafts_are_ragged_and_within_the_budget() -> None:
     assert drafts(proposer, texts, max_draft=[2, 4, 0]) == [[3, 4], [], []]
 
 
+@pytest.mark.parametrize("latest", [False, True])
+def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
+    """Ragged batches that grow by a few tokens at a time, some rows sitting out; evidence too."""
+    rng = np.random.default_rng(2)
+    drafted = 0
+    for _ in range(60):
+        low = int(rng.integers(1, 4))
+        given = {"prompt_lookup_min": low, "prompt_lookup_max": low + int(rng.integers(4)), "prompt_lookup_latest": latest}
+        k, vocab = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+        plain, device = Ngram(k, **given), NgramGpu(tiny(), k, **given)
+        plain.gives_evidence = device.gives_evidence = True
+        device.reserve(5, 20)
+        device.reserve(5, SLOTS)
+        texts = {row: rng.integers(0, vocab, rng.integers(1, 30)).tolist() for row in range(5)}
+        for row, tokens in texts.items():
+            device.begin(row, Request("", tokens, SamplingParams()))
+        for _ in range(8):
+            rows = np.flatnonzero(rng.random(5) < 0.7).tolist() or [2]
+            now = context(plain, {row: texts[row] for row in rows}, max_draft=rng.integers(0, k + 1, len(rows)).tolist())
+            want, got = plain.propose(now), device.propose(now)
+            assert torch.equal(got.length_B, want.length_B)
+            live_BK = torch.arange(want.token_BK.shape[1]) < want.length_B.unsqueeze(1)
+            assert torch.equal(got.token_BK[live_BK], want.token_BK[live_BK])
+            assert got.evidence_BKF is not None
+            torch.testing.assert_close(got.evidence_BKF, want.evidence_BKF)
+            drafted += int(live_BK.sum())
+            for row in rows:
+                texts[row] = [*texts[row], *rng.integers(0, vocab, rng.integers(1, 5)).tolist()]
+    assert drafted > 500
+
+
+def test_followers_are_counted_as_in_words() -> None:
+    rng, several = np.random.default_rng(1), 0
+    for _ in range(1500):
+        tokens = rng.integers(0, rng.integers(1, 5), rng.integers(2, 40))
+        high, num_draft = int(rng.integers(1, 5)), int(rng.integers(0, 6))
+        after = find_match(tokens, 1, high, bool(rng.integers(2)))
+        num_draft = min(num_draft, len(tokens) - after)
+        n, count_K, of_K = count_followers(tokens, after, num_draft, high)
+        assert (n, count_K.tolist(), of_K.tolist()) == count_followers_reference(tokens, after, num_draft, high)
+        assert ((count_K >= 1) & (count_K <= of_K)).all(), "the place that is drafted from is among them"
+        several += bool((of_K > count_K).any())
+    assert several > 300
+
+
+def test_ngram_evidence() -> None:
+    """7 came after (1, 2) once, 8 twice; the leftmost match drafts 7 and what came after it."""
+    proposer, text = Ngram(2, prompt_lookup_min=2, prompt_lookup_max=2), [1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2]
+    assert proposer.propose(context(proposer, {0: text})).evidence_BKF is None, "nobody asked"
+    proposer.gives_evidence = True
+    draft = proposer.propose(context(proposer, {0: text, 1: [4, 5], 2: [5, 5, 6, 5, 5]}))
+    assert draft.length_B.tolist() == [2, 0, 2]
+    assert draft.evidence_BKF is not None
+    assert draft.evidence_BKF[1].count_nonzero() == 0
+    want = torch.log(torch.tensor([[1.5 / 2.5, 1.5 / 0.5], [1.5 / 0.5, 1.5 / 0.5]]))
+    torch.testing.assert_close(draft.evidence_BKF[[0, 2], :, 0], want)
+    assert (draft.evidence_BKF[[0, 2], :, 1] == 2 - 3).all()
+
+
 def test_unknown_settings_name_the_nearest() -> None:
     with pytest.raises(ValueError, match="no setting 'prompt_lookup_mix'; did you mean 'prompt_lookup_"):
         method.build("ngram", tiny(), num_speculative_tokens=3, prompt_lookup_mix=1)
@@ -174,7 +237,7 @@ Make = Callable[[], Proposer]
 LAWS = {"draft_sample_method": "probabilistic"}
 VARIANTS = [
     *((name, {}) for name in METHODS),
-    *((name, LAWS) for name in ("draft_model", "pard", "eagle", "eagle3", "mlp", "mtp", "peagle")),
+    *((name, LAWS) for name in ("draft_model", "pard", "eagle", "eagle3", "mlp", "mtp", "peagle", "hybrid")),
 ]
 
 
@@ -198,6 +261,10 @@ def build(name: str, **more: Any) -> Proposer:
         given |= {"model": "tiny", "pard_token": 300}
     if name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
         given["model"] = drafter(name).name
+    if name == "hybrid":
+        given["model"] = drafter("eagle3").name
+        if more.pop("draft_sample_method", None):
+            given["proposers"][1]["draft_sample_method"] = "probabilistic"
     if name == "extract_hidden_states":
         given["shared_storage_path"] = tempfile.mkdtemp()
         given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}
@@ -286,6 +353,28 @@ def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:
     if draft.q_BKV is not None:
         q_KV = draft.q_BKV[0, : draft.length_B[0]]
         assert torch.equal(q_KV.amax(-1), torch.ones(len(q_KV)))
+
+
+def test_evidence_changes_no_draft(make: Make) -> None:
+    """It comes for those who asked for it only, as many numbers as the method says, and 0 where no token is."""
+    plain, telling = make(), make()
+    for proposer in (plain, telling):
+        for row, tokens in TEXTS.items():
+            begin(proposer, row, tokens[:-1])
+    telling.gives_evidence = True
+    for temperature in (0.0, 0.8):
+        silent = check(plain, context(plain, TEXTS, temperature=temperature))
+        draft = check(telling, context(telling, TEXTS, temperature=temperature))
+        assert silent.evidence_BKF is None
+        assert torch.equal(draft.length_B, silent.length_B)
+        live_BK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)
+        assert torch.equal(draft.token_BK[live_BK], silent.token_BK[live_BK])
+        if telling.num_evidence and live_BK.any():
+            assert draft.evidence_BKF is not None
+            assert draft.evidence_BKF.shape == (*draft.token_BK.shape, telling.num_evidence)
+            assert draft.evidence_BKF.isfinite().all()
+        else:
+            assert draft.evidence_BKF is None or not draft.evidence_BKF.count_nonzero()
 
 
 def test_proposing_twice_is_proposing_once(make: Make) -> None:

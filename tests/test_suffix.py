@@ -16,7 +16,7 @@ from specdec.method import suffix
 from specdec.method.suffix import NONE, ROOT, ReferenceTree, Suffix, SuffixTree, measure, warm_up
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())["suffix_path"]
-KERNELS = (suffix._extend, suffix._remove, suffix._move, suffix._rehash, suffix._speculate)
+KERNELS = (suffix._extend, suffix._remove, suffix._move, suffix._rehash, suffix._speculate, suffix._counts)
 TREES = (ReferenceTree, SuffixTree)
 
 
@@ -88,6 +88,13 @@ class Both:
         offset, floor = self.rng.choice([-1.0, 0.0, 3.0]), self.rng.choice([0.0, 0.1, 0.3])
         expected = in_words(self.reference.speculate(context, limit, factor, offset, floor))
         assert in_words(self.fast.speculate(context, limit, factor, offset, floor)) == expected
+        draft, probs, _, match_len = expected
+        if draft:
+            count_K, of_K = self.fast.counts(context, match_len, draft)
+            want_K, want_of_K = self.reference.counts(context[-self.fast.depth :], match_len, draft)
+            assert count_K.tolist() == want_K.tolist()
+            assert of_K.tolist() == want_of_K.tolist()
+            assert np.cumprod(count_K / of_K) == pytest.approx(probs)
 
 
 Path = tuple[int, ...]
@@ -219,6 +226,7 @@ def test_measured_cost(copies: int) -> None:
         ("suffix_decoding_max_spec_factor", -0.5, "at least 0"),
         ("suffix_decoding_max_spec_factor", float("nan"), "at least 0"),
         ("suffix_decoding_min_token_prob", 1.5, "in [0, 1]"),
+        ("min_score", -1.0, "at least 0"),
     ],
 )
 def test_settings_beyond_their_limits(name: str, value: float, limit: str) -> None:
@@ -253,6 +261,27 @@ def propose(proposer: Suffix, texts: dict[int, list[int]], max_draft: int = 100)
     assert draft.q_BKV is None
     assert draft.token_BK.dtype == draft.length_B.dtype == torch.int64
     return [draft.token_BK[b, : draft.length_B[b]].tolist() for b in range(len(texts))]
+
+
+def test_a_draft_below_the_least_score_is_not_made() -> None:
+    text = {0: [1, 2, 3, 1, 2, 4, 1, 2]}  # 3 came after one of three
+    for least, want in ((0.0, [3]), (0.33, [3]), (0.34, [])):
+        proposer = Suffix(num_speculative_tokens=1, min_score=least)
+        proposer.begin(0, make_request(text[0]))
+        assert propose(proposer, text) == [want]
+
+
+def test_evidence_is_from_the_tree_that_drafts() -> None:
+    proposer = Suffix(num_speculative_tokens=3)
+    proposer.gives_evidence = True
+    proposer.begin(0, make_request([1, 2, 3, 1, 2, 4, 1, 2]))
+    proposer.begin(1, make_request([7]))
+    draft = proposer.propose(make_context({0: [1, 2, 3, 1, 2, 4, 1, 2], 1: [7]}))
+    assert draft.length_B.tolist() == [2, 0]
+    assert draft.evidence_BKF is not None
+    want = torch.log(torch.tensor([[1.5 / 2.5, 2 / 4], [1.5 / 0.5, 2 / 4]]))  # 1 of 3, then 1 of 1, after a match of 2
+    torch.testing.assert_close(draft.evidence_BKF[0], want)
+    assert not draft.evidence_BKF[1].count_nonzero()
 
 
 def test_drafts_from_the_prompt_and_from_other_responses() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterable
 from typing import Any
 
 from specdec.core import Proposer, nearest
@@ -35,12 +36,17 @@ def settings(name: str) -> list[str]:
     return [p for p in inspect.signature(find(name)).parameters if p != "target"]
 
 
-def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
-    """Construct a method. Settings that it does not take are a ValueError."""
-    for key in kwargs:
+def check(name: str, given: Iterable[str]) -> None:
+    """Raises ValueError for a setting that the method does not take."""
+    for key in given:
         if key not in settings(name):
             advice = nearest(key, settings(name)) if settings(name) else "it takes none"
             raise ValueError(f"method {name!r} takes no setting {key!r}; {advice}")
+
+
+def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
+    """Construct a method. Settings that it does not take are a ValueError."""
+    check(name, kwargs)
     if "target" in inspect.signature(find(name)).parameters:
         kwargs["target"] = target
     return find(name)(**kwargs)

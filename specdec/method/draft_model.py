@@ -119,6 +119,8 @@ class DraftModel(Learner):
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
     gives_evidence = False
+    num_evidence = 1
+    parts: tuple[str, ...] = ()
     longest: int | None = None  # draft that it was made for, if there is a limit
     lead = 1
 
@@ -207,7 +209,7 @@ class DraftModel(Learner):
         """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
         Of what was written, committed tokens stand, and so do drafts accepted since; the last committed token never was one."""
         written = np.array([self.written_R[row] for row in context.rows])
-        stood_B = written[:, 1] if context.stood_B is None else np.minimum(written[:, 1], context.stood_B)
+        stood_B = 0 if context.stood_B is None else np.minimum(written[:, 1], context.stood_B)
         start_B = np.minimum(written[:, 0] + stood_B, context.length_B - 1)
         return start_B, [self.read(context.tokens(b)[start_B[b] : None if n else start_B[b]]) for b, n in enumerate(draft_B)]
 

@@ -10,11 +10,18 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from specdec import sampling
 from specdec.core import Context, Draft, Silent, ragged
 
 
 class Ngram(Silent):
-    """Settings are those of vLLM. With neither bound both are 5; with one, the other is the same."""
+    """Settings are those of vLLM. With neither bound both are 5; with one, the other is the same.
+
+    Evidence of a token, from the places where the matched tokens and the draft so far stood before: the log-odds of the share
+    of those after which it came; and how many tokens over 3 the match has.
+    """
+
+    num_evidence = 2
 
     def __init__(
         self,
@@ -23,26 +30,33 @@ class Ngram(Silent):
         prompt_lookup_max: int | None = None,
         prompt_lookup_latest: bool = False,
     ):
-        if num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing"
-            )
-        given = [bound for bound in (prompt_lookup_min, prompt_lookup_max) if bound is not None] or [5]
-        low = given[0] if prompt_lookup_min is None else prompt_lookup_min
-        high = given[-1] if prompt_lookup_max is None else prompt_lookup_max
-        if not 1 <= low <= high:
-            raise ValueError(f"prompt_lookup_min={low} and prompt_lookup_max={high}: need 1 <= min <= max")
+        low, high = check_bounds(num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)
         self.num_speculative_tokens = num_speculative_tokens
         self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest = low, high, prompt_lookup_latest
-        find_match(np.zeros(2, dtype=np.int64), 1, 1, False)  # compile now, not in the first measured step
+        tokens = np.zeros(2, dtype=np.int64)  # compile now, not in the first measured step
+        count_followers(tokens, find_match(tokens, 1, 1, False), 1, 1)
 
     def propose(self, context: Context) -> Draft:
-        drafts = []
+        drafts, evidence = [], []
         for b in range(len(context.rows)):
             tokens = context.tokens(b)
             after = find_match(tokens, self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest)
             drafts.append(tokens[after : after + context.max_draft_B[b]])
-        return ragged(drafts, context.last_token_B.device)
+            if self.gives_evidence:
+                n, count_K, of_K = count_followers(tokens, after, len(drafts[-1]), self.prompt_lookup_max)
+                evidence.append(np.stack([sampling.share_log_odds(count_K, of_K), np.full(len(count_K), n - 3)], 1))
+        return ragged(drafts, context.last_token_B.device, evidence if self.gives_evidence else None)
+
+
+def check_bounds(num_speculative_tokens: int, low: int | None, high: int | None) -> tuple[int, int]:
+    """The bounds on n that are meant. Raises ValueError for what cannot be."""
+    if num_speculative_tokens < 1:
+        raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
+    given = [bound for bound in (low, high) if bound is not None] or [5]
+    low, high = given[0] if low is None else low, given[-1] if high is None else high
+    if not 1 <= low <= high:
+        raise ValueError(f"prompt_lookup_min={low} and prompt_lookup_max={high}: need 1 <= min <= max")
+    return low, high
 
 
 def find_match_reference(tokens: np.ndarray, low: int, high: int, latest: bool = False) -> int:
@@ -72,3 +86,38 @@ def find_match(tokens: np.ndarray, low: int, high: int, latest: bool) -> int:
             if n == high and not latest:
                 break
     return after
+
+
+def count_followers_reference(tokens: np.ndarray, after: int, num_draft: int, high: int) -> tuple[int, list[int], list[int]]:
+    """Of the draft that begins at `after`: how many tokens before it match the last ones (at most `high`); and for each drafted
+    token, after how many of the places where match and draft so far stood it came, and how many of these places there are."""
+    text, draft = tokens.tolist(), tokens[after : after + num_draft].tolist()
+    n = next((n for n in range(min(high, after), 0, -1) if text[after - n : after] == text[-n:]), 0)
+    count, of = [], []
+    for k in range(num_draft):
+        sought = text[len(text) - n :] + draft[:k]
+        follow = [text[i + n + k] for i in range(len(text) - n - k) if text[i : i + n + k] == sought]
+        count.append(follow.count(draft[k]))
+        of.append(len(follow))
+    return n, count, of
+
+
+@numba.njit(cache=True)
+def count_followers(tokens: np.ndarray, after: int, num_draft: int, high: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """The same in one pass."""
+    length, n = len(tokens), 0
+    while n < high and n < after and tokens[after - 1 - n] == tokens[length - 1 - n]:
+        n += 1
+    count_K, of_K = np.zeros(num_draft, dtype=np.int64), np.zeros(num_draft, dtype=np.int64)
+    for end in range(n, length):
+        i = 0
+        while i < n and tokens[end - 1 - i] == tokens[length - 1 - i]:
+            i += 1
+        if i < n:
+            continue
+        for k in range(min(num_draft, length - end)):
+            of_K[k] += 1
+            if tokens[end + k] != tokens[after + k]:
+                break
+            count_K[k] += 1
+    return n, count_K, of_K

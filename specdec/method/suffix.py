@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from specdec import sampling
 from specdec.core import Context, Draft, Request, SamplingParams, Silent, ragged
 
 NONE = -1  # no node, no position, or no token yet
@@ -132,6 +133,17 @@ class ReferenceTree:
             if tokens and sum(probs) >= best[2]:
                 best = np.array(tokens), np.array(probs), sum(probs), match_len
         return best
+
+    def counts(self, context: Sequence[int], match_len: int, tokens: Sequence[int]) -> tuple[Array, Array]:
+        """[n] each: how often each token came after the match and the tokens before it, and how often these stood there."""
+        node = self.find(context[len(context) - match_len :])
+        count, of = [], []
+        for token in tokens:
+            assert node is not None
+            of.append(node.count)
+            node = node.children[int(token)]
+            count.append(node.count)
+        return np.array(count, np.int64), np.array(of, np.int64)
 
 
 # The fast tree: records and kernels. A node's `depth` is the number of tokens from the root to the end of its
@@ -557,6 +569,17 @@ def _speculate(
     return 1 - spare, length, score, match_len
 
 
+@njit(cache=True)
+def _counts(node_X: Array, slot_H: Array, token_P: Array, context: Array, match: int, draft: Array, count_J: Array) -> None:
+    """Of the draft after a match of that length: occurrences of the match, then with each further token."""
+    v = _locate(node_X, slot_H, token_P, context, match)
+    count_J[0] = node_X[v].count
+    for n in range(len(draft)):
+        if match + n == node_X[v].depth:
+            v = _child(node_X, slot_H, v, draft[n])
+        count_J[n + 1] = node_X[v].count
+
+
 @dataclass(slots=True)
 class _Segment:
     """`token_P[base : base + length]` is a sequence; it may grow to `capacity` and a -1 always follows."""
@@ -659,6 +682,17 @@ class SuffixTree:
         )
         return self._token_2K[row, :length].copy(), self._prob_2K[row, :length].copy(), score, match_len
 
+    def counts(
+        self, context: Sequence[int] | np.ndarray, match_len: int, tokens: Sequence[int] | np.ndarray
+    ) -> tuple[Array, Array]:
+        """[n] each, of a draft that `speculate` gave: how often each token came after the match and the tokens before it, and
+        how often these stood there."""
+        context, tokens = np.array(context[-self.depth :], dtype=np.int64), np.array(tokens, dtype=np.int64)
+        count_J = np.zeros(len(tokens) + 1, np.int64)
+        trie = self._trie
+        _counts(trie.node_X, trie.slot_H, trie.token_P, context, match_len, tokens, count_J)
+        return count_J[1:], count_J[:-1]
+
     @property
     def num_tokens(self) -> int:
         return sum(segment.length for segment in self._segments.values())
@@ -732,6 +766,7 @@ def warm_up() -> None:
     tree.extend("a", [1, 2, 3, 1, 2] * 40)
     tree.finish("a")
     tree.speculate([1, 2], 2)
+    tree.counts([1, 2], 2, [3])
     tree.remove("a")
 
 
@@ -764,7 +799,13 @@ class Suffix(Silent):
     suffix_decoding_max_cached_requests: finished responses that stay, first in first out; 0: no such tree.
     suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this.
     suffix_decoding_min_token_prob: a draft ends where the product of its tokens' shares falls below this.
+    min_score: a draft is made only if at least so many of its tokens are expected to stand, by the counts.
+
+    Evidence of a token: the log-odds of its share among what came after the match and the draft so far; and the logarithm of
+    the match's length over 4.
     """
+
+    num_evidence = 2
 
     def __init__(
         self,
@@ -773,6 +814,7 @@ class Suffix(Silent):
         suffix_decoding_max_cached_requests: int = 10000,
         suffix_decoding_max_spec_factor: float = 1.0,
         suffix_decoding_min_token_prob: float = 0.1,
+        min_score: float = 0.0,
     ) -> None:
         depth, num_cached = suffix_decoding_max_tree_depth, suffix_decoding_max_cached_requests
         factor, floor = suffix_decoding_max_spec_factor, suffix_decoding_min_token_prob
@@ -786,8 +828,11 @@ class Suffix(Silent):
             raise ValueError(f"suffix_decoding_max_spec_factor={factor} must be at least 0; try 1.0")
         if not 0 <= floor <= 1:
             raise ValueError(f"suffix_decoding_min_token_prob={floor} must be in [0, 1]; try 0.1")
+        if not min_score >= 0:
+            raise ValueError(f"min_score={min_score} must be at least 0; 0: any draft will do")
         self.num_speculative_tokens = depth if num_speculative_tokens is None else num_speculative_tokens
         self.depth, self.num_cached, self.factor, self.floor = depth, num_cached, factor, floor
+        self.min_score = min_score
         self.responses = SuffixTree(depth) if num_cached else None
         self._finished: deque[int] = deque()
         self._rows: dict[int, _Row] = {}
@@ -827,13 +872,16 @@ class Suffix(Silent):
                 self.responses.start(state.key, state.capacity)
 
     def propose(self, context: Context) -> Draft:
-        drafts = []
+        drafts, evidence = [], []
         for b, row in enumerate(context.rows.tolist()):
             state, token_L = self._rows[row], context.tokens(b)
             self._append(state, token_L[state.seen :])
             limit = min(self.num_speculative_tokens, int(context.max_draft_B[b]))
-            drafts.append(self._speculate(state, token_L[-self.depth :], limit))
-        return ragged(drafts, context.last_token_B.device)
+            tree, token_K, match_len = self._speculate(state, token_L[-self.depth :], limit)
+            drafts.append(token_K)
+            if self.gives_evidence:
+                evidence.append(_evidence(tree, token_L, token_K, match_len))
+        return ragged(drafts, context.last_token_B.device, evidence if self.gives_evidence else None)
 
     def _append(self, state: _Row, token_L: np.ndarray) -> None:
         """All tokens after the prompt are the response's."""
@@ -842,14 +890,24 @@ class Suffix(Silent):
             self.responses.extend(state.key, token_L)
         state.seen += len(token_L)
 
-    def _speculate(self, state: _Row, token_L: np.ndarray, limit: int) -> np.ndarray:
+    def _speculate(self, state: _Row, token_L: np.ndarray, limit: int) -> tuple[SuffixTree, np.ndarray, int]:
+        """The tree that drafts, its draft and the length of its match."""
         settings = limit, self.factor, 0.0, self.floor
-        token_K, _, score, _ = state.tree.speculate(token_L, *settings)
+        tree = state.tree
+        token_K, _, score, match_len = tree.speculate(token_L, *settings)
         if self.responses is not None:
-            other_K, _, other_score, _ = self.responses.speculate(token_L, *settings)
+            other_K, _, other_score, other_len = self.responses.speculate(token_L, *settings)
             if other_score > score:
-                return other_K
-        return token_K
+                tree, token_K, score, match_len = self.responses, other_K, other_score, other_len
+        return tree, token_K if score >= self.min_score else token_K[:0], match_len
+
+
+def _evidence(tree: SuffixTree, token_L: np.ndarray, token_K: np.ndarray, match_len: int) -> np.ndarray:
+    """[n, 2] for the n tokens of a draft."""
+    if not len(token_K):
+        return np.zeros((0, 2), np.float32)
+    share_K = sampling.share_log_odds(*tree.counts(token_L, match_len, token_K))
+    return np.stack([share_K, np.full(len(token_K), np.log(match_len / 4))], 1)
 
 
 def measure(num_cached_tokens: int, depth: int = 24, seed: int = 0, copies: int = 1) -> dict[str, float]:
