@@ -130,11 +130,19 @@ class Acceptance:
 class Adaptive:
     """auto: chooses how much to draft; trims: chooses how much of that to verify (vLLM's enable_adaptive_verification).
 
-    most: the longest draft; before: what limits the length otherwise, a `Scheduled`, or nothing.
+    most: the longest draft; num_evidence: numbers that drafts come with; before: what limits the length otherwise, a
+    `Scheduled`, or nothing.
     """
 
     def __init__(
-        self, table: CostTable, most: int, max_batch_size: int, auto: bool, trims: bool, before: Scheduled | None = None
+        self,
+        table: CostTable,
+        most: int,
+        max_batch_size: int,
+        auto: bool,
+        trims: bool,
+        num_evidence: int = 0,
+        before: Scheduled | None = None,
     ):
         self.table, self.most, self.auto, self.trims, self.before = table, most, auto, trims, before
         # seconds that the k-th token of a draft adds, by k - 1 and rows; and of verifying, by rows, then by draft tokens
@@ -142,7 +150,7 @@ class Adaptive:
         self.verify_s: dict[int, np.ndarray] = {}
         self.hull_s: dict[tuple[int, int], np.ndarray] = {}
         self.ahead = Acceptance(most, 0)  # before there is a draft
-        self.after: Acceptance | None = None  # with its evidence
+        self.after = Acceptance(most, num_evidence) if trims else None  # with its evidence
         self.stood_R: dict[int, float] = {}  # by row, of late: tokens that stood, and that were judged
         self.judged_R: dict[int, float] = {}
         self.idle_R: dict[int, int] = {}  # steps without a draft
@@ -173,14 +181,13 @@ class Adaptive:
     def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         self.made_B = draft.length_B.numpy()
         recent_B, width = self._recent(rows), draft.token_BK.shape[1]
-        self.feature_BKF = np.repeat(recent_B[:, None, None], width, 1)
-        if not self.trims or not width:
+        num_features = 1 if self.after is None else self.after.num_features
+        self.feature_BKF = np.zeros((len(rows), width, num_features))
+        self.feature_BKF[:, :, 0] = recent_B[:, None]
+        if self.after is None or not width:
             return self.made_B
         if draft.evidence_BKF is not None:
-            evidence_BKF = draft.evidence_BKF.cpu().numpy().astype(np.float64)  # waits for the device: lengths are decided here
-            self.feature_BKF = np.concatenate([self.feature_BKF, evidence_BKF], 2)
-        if self.after is None:
-            self.after = Acceptance(self.most, self.feature_BKF.shape[2] - 1)
+            self.feature_BKF[:, :, 1:] = draft.evidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
         survival_BK = self.after.of(self.feature_BKF).cumprod(1)
         return self._best(survival_BK, self.made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
 

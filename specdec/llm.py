@@ -206,7 +206,7 @@ class SpeculativeConfig(Checked):
             table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size), repeats=3)
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
         proposer.gives_evidence = trims
-        return Adaptive(table, most, max_batch_size, auto, trims, scheduled)
+        return Adaptive(table, most, max_batch_size, auto, trims, proposer.num_evidence, scheduled)
 
     def check_processes(self, size: int) -> None:
         """Raise ValueError, one line, if the drafter cannot be cut as asked. size: the target's tensor_parallel_size."""

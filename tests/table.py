@@ -419,12 +419,16 @@ def costs(most: int = NUM_DRAFT, verify: float = 0.12, draft: float = 0.05) -> C
     return CostTable(sizes, lengths, verify_s, draft_s, {})
 
 
+def adapting(drafting: Proposer, rows: int, **what: bool) -> Adaptive:
+    return Adaptive(costs(), drafting.num_speculative_tokens, rows, num_evidence=drafting.num_evidence, **what)
+
+
 POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
     "restless": lambda drafting, rows: Restless(),
     "scheduled": lambda drafting, rows: Scheduled([[1, 1, 2], [2, 2, 0], [3, 5, 3], [7, 7, 0]], NUM_DRAFT),
-    "auto": lambda drafting, rows: Adaptive(costs(), drafting.num_speculative_tokens, rows, auto=True, trims=False),
-    "trims": lambda drafting, rows: Adaptive(costs(), drafting.num_speculative_tokens, rows, auto=False, trims=True),
-    "both": lambda drafting, rows: Adaptive(costs(), drafting.num_speculative_tokens, rows, auto=True, trims=True),
+    "auto": lambda drafting, rows: adapting(drafting, rows, auto=True, trims=False),
+    "trims": lambda drafting, rows: adapting(drafting, rows, auto=False, trims=True),
+    "both": lambda drafting, rows: adapting(drafting, rows, auto=True, trims=True),
 }
 
 

@@ -404,7 +404,7 @@ def test_evidence_is_of_the_law_and_not_of_the_token() -> None:
 
     drafting = adverse(SMALL)
     drafting.gives_evidence = True
-    deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, trims=True)
+    deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, trims=True, num_evidence=1)
     decode(SMALL, drafting, scheme("standard"), num_requests=2, rows=1, deciding=deciding)
     for odds_BK, top_BK in seen:
         assert torch.allclose(odds_BK.sigmoid(), top_BK, atol=1e-5)
