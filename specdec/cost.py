@@ -238,16 +238,29 @@ def measure(
         draft.append(np.maximum.accumulate([_faster_half([step.draft_s for step in own]) for own in steps]).tolist())
         engine.clear()
     getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
-    about = {
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": target.device.type,
-        "method": type(proposer).__module__.rpartition(".")[2],
+    about = identity(target, proposer) | {
         "context": context,
         "repeats": repeats,
         "num_threads": torch.get_num_threads(),
     }
     return CostTable(list(batch_sizes), lengths, verify, draft, about)
+
+
+def identity(target: CausalLM, proposer: Proposer) -> dict[str, Any]:
+    """What a table is of."""
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        "method": type(proposer).__module__.rpartition(".")[2],
+    }
+
+
+def check_fits(table: CostTable, target: CausalLM, proposer: Proposer) -> None:
+    """Raise ValueError if the table is of something else."""
+    for key, here in identity(target, proposer).items():
+        if (there := table.about.get(key, here)) != here:
+            raise ValueError(f"the cost table is of {key} {there!r}, and this is {here!r}; make one with eval/profile_cost.py")
 
 
 def _faster_half(seconds: list[float]) -> float:

@@ -200,6 +200,7 @@ class SpeculativeConfig(Checked):
             return scheduled
         if self.cost_table is not None:
             table = cost.load(self.cost_table)
+            cost.check_fits(table, target, proposer)
         else:
             if target.processes.leads:
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)

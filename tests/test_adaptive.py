@@ -391,6 +391,14 @@ def test_a_file_may_hold_the_schedule(tmp_path: Path, target: CausalLM, one_line
     one_line(lambda: config.build(target), "without.json", "holds no schedule")
 
 
+def test_a_table_of_something_else_is_refused(tmp_path: Path, target: CausalLM, one_line: Any) -> None:
+    for about, words in (({"target": "other"}, ["target 'other'", "'tiny'"]), ({"method": "eagle3"}, ["'eagle3'", "'ngram'"])):
+        CostTable(**{**vars(costs()), "about": about}).save(tmp_path / "cost.json")
+        config = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json")))
+        drafting, _ = config.build(target)
+        one_line(lambda config=config, drafting=drafting: config.policy(target, drafting, 1), *words, "profile_cost")
+
+
 def test_evidence_is_of_the_law_and_not_of_the_token() -> None:
     """Of a drawn draft: the log-odds of the likeliest token, at the request's temperature."""
     seen: list[tuple[Tensor, Tensor]] = []
