@@ -234,8 +234,8 @@ def measure(
             if not repeat:
                 engine.steps.clear()
         steps = [engine.steps[j :: len(lengths)] for j in range(len(lengths))]
-        verify.append(np.maximum.accumulate([_faster_half([step.verify_s for step in own]) for own in steps]).tolist())
-        draft.append(np.maximum.accumulate([_faster_half([step.draft_s for step in own]) for own in steps]).tolist())
+        verify.append(rising([faster_half([step.verify_s for step in own]) for own in steps]))
+        draft.append(rising([faster_half([step.draft_s for step in own]) for own in steps]))
         engine.clear()
     getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
     about = identity(target, proposer) | {
@@ -263,8 +263,20 @@ def check_fits(table: CostTable, target: CausalLM, proposer: Proposer) -> None:
             raise ValueError(f"the cost table is of {key} {there!r}, and this is {here!r}; make one with eval/profile_cost.py")
 
 
-def _faster_half(seconds: list[float]) -> float:
+def faster_half(seconds: list[float]) -> float:
     return float(np.mean(sorted(seconds)[: (len(seconds) + 1) // 2]))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence (least squares) that does not fall: neighbours that do are replaced by their mean."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] > mean:
+            before, more = blocks.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
 
 
 def sizes_up_to(max_batch_size: int) -> list[int]:

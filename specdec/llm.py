@@ -204,7 +204,7 @@ class SpeculativeConfig(Checked):
         else:
             if target.processes.leads:
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
-            table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size), repeats=3)
+            table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size))
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
         proposer.gives_evidence = trims
         return Adaptive(table, most, max_batch_size, auto, trims, proposer.num_evidence, scheduled)

@@ -331,6 +331,13 @@ def test_costs_are_measured_on_the_engine() -> None:
     assert (seconds > 0).all()
 
 
+def test_noise_is_taken_out_of_costs() -> None:
+    assert cost.faster_half([5.0, 1.0, 2.0, 90.0]) == 1.5
+    assert cost.rising([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
+    assert cost.rising([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
+    assert cost.rising([3.0, 2.0, 1.0]) == [2, 2, 2]
+
+
 def test_the_best_schedule() -> None:
     """Verification that gets dear with the batch: long drafts for one row, none for many."""
     table = CostTable([1, 8], [0, 4], [[1.0, 1.1], [1.0, 9.0]], [[0.0, 0.1], [0.0, 0.1]], {})
