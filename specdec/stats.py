@@ -120,6 +120,33 @@ def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
     return sum(sum(s.emitted) for s in all_stats) / seconds if seconds > 0 else None
 
 
+def survival(
+    all_stats: Sequence[RequestStats], budgets: Sequence[int], num_speculative_tokens: int
+) -> tuple[list[float], list[float], int]:
+    """Of steps whose draft nothing cut short: P(the step has i draft tokens and all stand), P(it has i draft tokens), for
+    i = 1 .. K, and how many such steps there are.
+
+    budgets: most tokens that each request could emit; a draft that its end cut, or of which a part was not verified, is left
+    out. A step in which the drafter found nothing to offer counts, with no tokens.
+    """
+    drafted, accepted = [], []
+    for stats, budget in zip(all_stats, budgets, strict=True):
+        left = budget - 1
+        for made, stood, emitted, trimmed in zip(stats.drafted, stats.accepted, stats.emitted, stats.trimmed, strict=True):
+            # a token beyond a stop is not counted as accepted, which says nothing of the drafter
+            stopped = emitted <= stood
+            if left - 1 >= num_speculative_tokens and not trimmed and not stopped:
+                drafted.append(made)
+                accepted.append(stood)
+            left -= emitted
+    places = np.arange(1, num_speculative_tokens + 1)
+    if not drafted:
+        return [], [], 0
+    stood_K = (np.array(accepted)[:, None] >= places).mean(0)
+    reach_K = (np.array(drafted)[:, None] >= places).mean(0)
+    return stood_K.tolist(), reach_K.tolist(), len(drafted)
+
+
 def expected_tokens(survival: Sequence[float]) -> float:
     """E[tokens of a step] = 1 + sum of P(the first i draft tokens all stand)."""
     return 1 + float(sum(survival))
