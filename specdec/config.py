@@ -203,7 +203,7 @@ def _check_type(key: str, value: Any, default: Any) -> None:
         raise ValueError(f"out_dir={value!r} must be the path of a directory")
     if isinstance(default, DictConfig) and not isinstance(value, dict | DictConfig):
         raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default), 'name')!s}: ...}}")
-    if key.split(".")[-1] == "num_speculative_tokens" and value == "auto":
+    if (key.split(".")[-1] == "num_speculative_tokens" and value == "auto") or key == "request_rate":  # load.phases looks
         return
     if key in _NULLABLE:
         default = None if value is None else 0.0 if key == "train.num_epochs" else 0

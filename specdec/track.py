@@ -18,7 +18,7 @@ import torch
 from specdec import __version__
 from specdec.core import Request
 from specdec.llm import answer_text
-from specdec.stats import RequestStats, request_metrics
+from specdec.stats import RequestStats, Served, request_metrics
 from specdec.tasks import Task, request_id
 
 MARKER = "run.json"
@@ -98,6 +98,11 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 def stats_of(row: dict[str, Any]) -> RequestStats:
     """The statistics that `row_of` wrote into a row."""
     return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)})
+
+
+def served_of(row: dict[str, Any]) -> Served:
+    """A row of a run under load, for `stats.under_load`."""
+    return Served(row["arrival_s"], row["added_s"], stats_of(row))
 
 
 class Rows:

@@ -26,7 +26,7 @@ YAMLS = sorted(CONF.glob("*/*.yaml"))
 # A module imports from those to its left only. A module that is not here fails the test: it needs a place.
 ORDER = (
     "core", "sampling", "stats", "kv", "linear", "hub", "target", "rejection", "engine", "cost", "adaptive", "checkpoint",
-    "training", "drafter", "chain", "method", "llm", "tasks", "bench", "track", "report", "config", "recipe",
+    "training", "drafter", "chain", "method", "llm", "tasks", "load", "bench", "track", "report", "config", "recipe",
 )  # fmt: skip
 
 
