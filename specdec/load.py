@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,6 +21,7 @@ import numpy as np
 from specdec.core import Request, SamplingParams, Step, nearest
 from specdec.engine import Engine
 from specdec.llm import derived_seed
+from specdec.stats import Served
 from specdec.target import CausalLM
 from specdec.tasks import Task, prompt_ids, request_id
 
@@ -239,3 +240,81 @@ def send(
         engine.steps = None
         if flight:
             engine.clear()
+
+
+# ---------------------------------------------------------------- several engines on the same requests
+
+Level = str | float  # "one", "all", or a multiple of what plain decoding can serve
+
+
+def levels(rates: Any) -> list[Level]:
+    """`rates` of conf/choose.yaml, from low to high. ValueError, one line, for anything else."""
+    if not isinstance(rates, list) or len(rates) < 2:
+        raise ValueError(f"rates={rates!r} must be a list of two or more, such as [one, 0.5, all]")
+    for rate in rates:
+        if isinstance(rate, str) and rate not in ("one", "all"):
+            raise ValueError(
+                f"rates: {rate!r} is none; one (request at a time), all (at once), or a multiple of plain capacity"
+            )
+        if not isinstance(rate, str) and not (_is_number(rate) and 0 < rate < math.inf):
+            raise ValueError(f"rates: {rate!r} must be a multiple above 0 of what plain decoding can serve, or one, or all")
+    if len(set(rates)) < len(rates):
+        raise ValueError(f"rates={rates}: one of them stands there twice; leave it out")
+    return sorted(rates, key=lambda rate: {"one": 0.0, "all": math.inf}.get(rate, rate))
+
+
+@dataclass
+class Record:
+    """What came of one engine at one rate. served: on a clock that ran only while it was the engine's turn; answered: output
+    tokens by request, in the same order (a request that comes again is marked with ')."""
+
+    served: list[Served] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    answered: dict[str, list[int]] = field(default_factory=dict)
+    clock_s: float = 0.0
+
+    def keep(self, turn: Turn, steps: list[Step]) -> None:
+        self.steps += steps
+
+    def add(self, served: Served, request: Request) -> None:
+        name = request.id
+        while name in self.answered:
+            name += "'"
+        self.served.append(served)
+        self.answered[name] = request.output_token_ids
+
+    def end_to_end(self) -> list[float]:
+        """Seconds of each request, in the order of their names: of two records, pairs."""
+        return [one.end_to_end for _, one in sorted(zip(self.answered, self.served, strict=True), key=lambda pair: pair[0])]
+
+
+def take_turns(
+    engines: dict[str, Engine],
+    records: dict[str, Record],
+    pieces: Sequence[Sequence[Task]],
+    requests_per_s: float | None,
+    params: SamplingParams,
+    seed: int,
+    one_at_a_time: bool = False,
+) -> Iterator[tuple[str, Task, Served, Request]]:
+    """Every engine decodes a piece of the tasks, then every engine the next one, so that a slow moment of the machine hits
+    them alike; who begins changes from piece to piece. Requests, seeds and arrival times are the same for all of them.
+
+    requests_per_s: of the random arrivals within a piece; None: all at once. Adds to the records, and yields (name of the
+    engine, task, as served, request) as requests finish.
+    """
+    names = list(engines)
+    for number, piece in enumerate(pieces):
+        at = [Arrival(0.0)] * len(piece)
+        if requests_per_s is not None:
+            at = poisson([(math.inf, requests_per_s)], len(piece), seed + number)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            engine, record = engines[name], records[name]
+            coming = list(requests(engine.target, piece, at, params, seed))
+            task_of = {request.id: task for _, request, task in coming}
+            timed = [(at_s, request) for at_s, request, _ in coming]
+            for arrival_s, added_s, request in send(engine, timed, record.keep, one_at_a_time):
+                served = Served(record.clock_s + arrival_s, record.clock_s + added_s, request.stats)
+                record.add(served, request)
+                yield name, task_of[request.id], served, request
+            record.clock_s = max(one.finished_s for one in record.served)

@@ -617,3 +617,178 @@ def plot_load(served: list[stats.Served], turns: Iterable[dict[str, Any]], edges
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+# ---------------------------------------------------------------- which method to choose
+
+
+def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the method-selection table. Two numbers in a cell are of the lowest and the highest rate; of times the
+    medians."""
+    low, high = summary["levels"][0], summary["levels"][-1]
+
+    def both(own: dict[str, Any], number: Callable[[dict[str, Any]], str]) -> str:
+        return f"{number(own['at'][low])} | {number(own['at'][high])}"
+
+    def median(key: str, scale: float, digits: int) -> Callable[[dict[str, Any]], str]:
+        return lambda n: "-" if n[key] is None else _number(scale * n[key]["median"], digits)
+
+    header = [
+        "run",
+        "K",
+        "gain, low",
+        "gain, high",
+        "tokens/s",
+        "decoding",
+        "predicted",
+        "ratio",
+        "first token, s",
+        "between, ms",
+        "MAL",
+        "wasted",
+        "outputs",
+    ]
+    lines = []
+    for name, own in summary["runs"].items():
+        gain = own["gain_low"]
+        lines.append(
+            [
+                name,
+                str(own["num_speculative_tokens_said"]),
+                f"{gain['ratio']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})" if name != summary["plain"] else "1",
+                _number(own["gain_high"]) if name != summary["plain"] else "1",
+                both(own, lambda n: _number(n["output_tokens_per_s"], 1)),
+                both(own, lambda n: _number(n["decode_tokens_per_s"], 1)),
+                both(own, lambda n: _number(n["predicted_tokens_per_s"], 1)),
+                both(own, lambda n: _number(n["measured_over_predicted"])),
+                both(own, median("time_to_first_token_s", 1, 2)),
+                both(own, median("inter_token_s", 1e3, 0)),
+                both(own, lambda n: _number(n["mean_acceptance_length"])),
+                both(own, lambda n: "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}"),
+                own["outputs"],
+            ]
+        )
+    return header, lines
+
+
+def level_said(level: str, summary: dict[str, Any]) -> str:
+    """A rate in words."""
+    if level == "one":
+        return "one request at a time"
+    if level == "all":
+        return f"all at once, {summary['max_batch_size']} rows"
+    return f"{level} of plain capacity ({float(level) * summary['plain_requests_per_s']:.2f}/s)"
+
+
+def choose_caption(summary: dict[str, Any]) -> str:
+    low, high = (level_said(summary["levels"][place], summary) for place in (0, -1))
+    plain = summary["plain"]
+    return (
+        f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
+        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}. tokens/s: of all time, prefill "
+        "included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the measured cost tables; "
+        "ratio: measured over predicted. first token: from arrival; between: from a request's tokens to its next, which come in "
+        "pieces. MAL: mean acceptance length. wasted: drafted tokens that did not stand. outputs: requests whose tokens equal "
+        f"those of {plain}, or by what right they are the target's."
+    )
+
+
+def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
+    """The gains, a line per run; and what they come from, a line per rate and run."""
+    gains = Table(title=title, title_justify="left", header_style="bold")
+    header, lines = choose_cells(summary)
+    shown = [place for place, name in enumerate(header) if name in ("run", "K", "gain, low", "gain, high", "outputs")]
+    for place in shown:
+        gains.add_column(header[place], justify="left" if place == 0 else "right", no_wrap=True)
+    for line in lines:
+        gains.add_row(*(line[place] for place in shown))
+    grid = Table(title="by rate", title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
+    grid.add_column("rate", no_wrap=True)
+    grid.add_column("run", no_wrap=True)
+    for name in (
+        "tokens/s",
+        "decoding",
+        "predicted",
+        "ratio",
+        "first token, s",
+        "between, ms",
+        "whole, s",
+        "batch",
+        "MAL",
+        "tokens/step",
+        "wasted",
+    ):
+        grid.add_column(name, justify="right")
+    for level in summary["levels"]:
+        for place, (name, own) in enumerate(summary["runs"].items()):
+            n = own["at"][level]
+            grid.add_row(
+                level if place == 0 else "",
+                name,
+                _number(n["output_tokens_per_s"], 1),
+                _number(n["decode_tokens_per_s"], 1),
+                _number(n["predicted_tokens_per_s"], 1),
+                _number(n["measured_over_predicted"]),
+                _seconds(n["time_to_first_token_s"]),
+                _seconds(n["inter_token_s"], 1e3, 0),
+                _seconds(n["end_to_end_s"]),
+                _number(n["mean_batch_size"], 1),
+                _number(n["mean_acceptance_length"]),
+                _number(n["tokens_per_step"]),
+                "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}",
+                end_section=place == len(summary["runs"]) - 1,
+            )
+    grid.caption = f"a / b: median / 99th percentile. {choose_caption(summary)}"
+    return [gains, grid]
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A table for a README. Bars inside cells become slashes."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)
+
+
+def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
+    """Latency and time per token against the rate, a line per run; gains at the lowest and the highest rate."""
+    plt = _pyplot()
+    runs, levels = summary["runs"], summary["levels"]
+    palette = plt.get_cmap("tab10" if len(runs) <= 11 else "tab20")
+    speculating = [name for name in runs if name != summary["plain"]]
+    colour = {name: palette(i % palette.N) for i, name in enumerate(speculating)} | {summary["plain"]: "black"}
+    marks = dict(zip(runs, "os^vD<>P*Xhp" * (1 + len(runs) // 12), strict=False))
+    figure, axes = plt.subplots(1, 3, figsize=(16, 5.2), constrained_layout=True, width_ratios=[1, 1, 1.15])
+    figure.suptitle(title)
+    place = np.arange(len(levels))
+    said = {"one": "one at\na time", "all": "all at\nonce"}
+    for axis, key, what, scale, unit in (
+        (axes[0], "end_to_end_s", "From arrival to last token, mean", 1.0, "seconds"),
+        (axes[1], "time_per_output_token_s", "Per output token after the first, mean", 1e3, "milliseconds"),
+    ):
+        for name, own in runs.items():
+            values = [np.nan if (n := own["at"][level][key]) is None else scale * n["mean"] for level in levels]
+            width = 2.5 if name == summary["plain"] else 1.4
+            axis.plot(place, values, marker=marks[name], markersize=5, color=colour[name], linewidth=width, label=name)
+        _log(axis, "y")
+        axis.set_xticks(place, [said.get(level, f"{level} x plain\ncapacity") for level in levels])
+        axis.set_xlabel("request rate")
+        axis.set_ylabel(unit)
+        axis.set_title(what)
+    axis = axes[2]
+    place = np.arange(len(runs))
+    for offset, key, label, hatch in (
+        (-0.2, "gain_low", "low rate: latency", None),
+        (0.2, "gain_high", "high rate: tokens/s", "//"),
+    ):
+        heights = [own[key]["ratio"] if key == "gain_low" else own[key] for own in runs.values()]
+        bars = axis.bar(place + offset, heights, 0.38, color=[colour[name] for name in runs], hatch=hatch, edgecolor="white")
+        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
+        axis.bar([0], [0], color="grey", hatch=hatch, edgecolor="white", label=label)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(place, list(runs), rotation=35, ha="right")
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])
+    axis.legend(fontsize=8, loc="upper left", ncols=2)
+    axis.set_title(f"Gain over {summary['plain']}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 8), fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
