@@ -55,7 +55,7 @@ def run(cfg: dict[str, Any]) -> None:
         table = cost.measure(target, proposer, sizes, longest, cfg["context"], cfg["repeats"], params, advance)
     table = replace(table, about={**table.about, "method": name, "environment": track.environment()})
 
-    parts: list[Any] = report.cost_tables(table)
+    parts, proposal = list[Any](report.cost_tables(table)), ""
     if before is not None:
         stood_K, reach_K, count = survival_of(before, target.max_model_len)
         if not count:
@@ -70,12 +70,14 @@ def run(cfg: dict[str, Any]) -> None:
         table = replace(table, schedule=schedule, about=about)
         parts.append(report.schedule_table(table, cost.tokens_per_s(table, stood_K, most, reach_K)))
         parts.append(f"P(i draft tokens stand), of {count} steps: {' '.join(f'{p:.2f}' for p in stood_K)}")
-        parts.append(f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}")
+        proposal = f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}\n"
     track.claim(out_dir, False, {"profile": cfg["name"]})
     config.save(cfg, out_dir / "config.yaml")
     table.save(out_dir / "cost.json")
     report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")
-    report.show(*parts, f"written to {out_dir / 'cost.json'}")
+    report.show(*parts)
+    print(proposal, end="")  # as it is: to be copied
+    report.show(f"written to {out_dir / 'cost.json'}")
 
 
 def read_run(directory: Path, method: str) -> dict[str, Any]:

@@ -103,13 +103,17 @@ def trace(path: Path | str) -> list[Arrival]:
         raise ValueError(f"trace={path}: no such file; give JSON lines with arrival_s, or the requests.jsonl of eval/load.py")
     found: list[Arrival] = []
     seen: set[str] = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
         except ValueError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break  # a run that was killed within a line
             raise ValueError(f"{where}: not JSON ({str(error)[:80]})") from None
         at = row.get("arrival_s") if isinstance(row, dict) else None
         if not _is_number(at) or not 0 <= at < math.inf:

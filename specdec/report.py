@@ -623,8 +623,8 @@ def plot_load(served: list[stats.Served], turns: Iterable[dict[str, Any]], edges
 
 
 def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the method-selection table. Two numbers in a cell are of the lowest and the highest rate; of times the
-    medians."""
+    """Header and lines of the method-selection table. Two numbers in a cell are of the lowest and the highest rate; those of
+    times are medians."""
     low, high = summary["levels"][0], summary["levels"][-1]
 
     def both(own: dict[str, Any], number: Callable[[dict[str, Any]], str]) -> str:
@@ -686,10 +686,10 @@ def choose_caption(summary: dict[str, Any]) -> str:
     return (
         f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
         f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}. tokens/s: of all time, prefill "
-        "included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the measured cost tables; "
-        "ratio: measured over predicted. first token: from arrival; between: from a request's tokens to its next, which come in "
-        "pieces. MAL: mean acceptance length. wasted: drafted tokens that did not stand. outputs: requests whose tokens equal "
-        f"those of {plain}, or by what right they are the target's."
+        "included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the measured costs; "
+        "ratio: measured over predicted. first token: from arrival; between: from a request's tokens to its next, which come "
+        "in pieces. MAL: mean acceptance length. wasted: drafted tokens that did not stand. outputs: requests whose tokens "
+        f"equal those of {plain}, or by what right they are the target's."
     )
 
 
