@@ -62,8 +62,8 @@ def run(cfg: dict[str, Any]) -> None:
             raise ValueError(f"acceptance={cfg['acceptance']}: no step of it had a whole draft; decode more tokens")
         if len(stood_K) < most:
             parts.append(
-                f"note: the drafts of {cfg['acceptance']} had K={len(stood_K)}, and nothing is known beyond it, so at most that is "
-                f"proposed; decode with method.num_speculative_tokens={most} to know more"
+                f"note: the drafts of {cfg['acceptance']} had K={len(stood_K)}, and nothing is known beyond it, so at most "
+                f"that is proposed; decode with method.num_speculative_tokens={most} to know more"
             )
         schedule = cost.best_schedule(table, stood_K, most, reach_K)
         about = {**table.about, "acceptance": {"survival": stood_K, "reach": reach_K, "num_steps": count}}

@@ -501,7 +501,10 @@ def plot_cost(table: CostTable, title: str, path: Path) -> Path:
 
 def _seconds(numbers: dict[str, float] | None, scale: float = 1.0, digits: int = 2) -> str:
     """median / 99th percentile."""
-    return "-" if numbers is None else f"{scale * numbers['median']:.{digits}f} / {scale * numbers['p99']:.{digits}f}"
+    if numbers is None:
+        return "-"
+    values = scale * numbers["median"], scale * numbers["p99"]
+    return " / ".join(f"{value:.{digits if value < 100 else 0}f}" for value in values)
 
 
 def _log(axis: Any, which: str) -> None:
@@ -522,8 +525,8 @@ def load_table(summary: dict[str, Any], title: str) -> Table:
     grid.add_column("phase", no_wrap=True)
     for name in (
         "requests",
-        "requests/s: came",
-        "served",
+        "came /s",
+        "served /s",
         "tokens/s",
         "first token, s",
         "between, ms",
@@ -533,7 +536,7 @@ def load_table(summary: dict[str, Any], title: str) -> Table:
         "MAL",
         "wasted",
     ):
-        grid.add_column(name, justify="right")
+        grid.add_column(name, justify="right", no_wrap=True)
     lines = [*summary["phases"].items(), ("all", summary["overall"])]
     for place, (name, n) in enumerate(lines):
         grid.add_row(
@@ -553,8 +556,9 @@ def load_table(summary: dict[str, Any], title: str) -> Table:
             style="bold" if name == "all" else None,
         )
     grid.caption = (
-        "median / 99th percentile. Everything is measured from when a request was due, waiting included. between: from a "
-        "request's tokens to its next ones, which come in pieces, one per step; per token: of each request, over its tokens. "
+        "a / b: median / 99th percentile. came, served: requests per second. Everything is measured from when a request was due, "
+        "waiting included. between: from a request's tokens to its next ones, which come in pieces, one per step; per token: of "
+        "each request, over its tokens. "
         "A phase has the requests that arrived in it, and the tokens and requests per second that came out meanwhile. batch: "
         "mean rows of a step; MAL: mean acceptance length; wasted: drafted tokens that did not stand."
     )

@@ -360,7 +360,7 @@ def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
     assert share["2"] == pytest.approx(counted[2] / (counted[1] + counted[2]))
     assert 0 < summary["busy_share"] <= 1
     assert (out_dir / "load.png").read_bytes().startswith(b"\x89PNG")
-    assert all(words in done.out for words in ("0 to 0.4 s at 20/s", "requests/s", "wasted", "all")), done.out
+    assert all(words in done.out for words in ("0 to 0.4 s at 20/s", "served /s", "wasted", "all")), done.out
 
     # what a request says hangs neither on the load nor on its neighbours
     assert cli("run", *TINY, *SELF, *warm, "baseline=false", f"out_dir={tmp_path / 'alone'}").code == 0
