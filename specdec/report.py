@@ -558,8 +558,9 @@ def load_table(summary: dict[str, Any], title: str) -> Table:
     grid.caption = (
         "a / b: median / 99th percentile. came, served: requests per second. Everything is measured from when a request was "
         "due, waiting included. between: from a request's tokens to its next ones, which come in pieces, one per step; per "
-        "token: of each request, over its tokens. A phase has the requests that arrived in it, and the tokens and requests that "
-        "came out meanwhile. batch: mean rows of a step; MAL: mean acceptance length; wasted: drafted tokens that did not stand."
+        "token: of each request, over its tokens. A phase has the requests that arrived in it, and the tokens and requests "
+        "that came out meanwhile. batch: mean rows of a step; MAL: mean acceptance length; wasted: drafted tokens that did "
+        "not stand."
     )
     return grid
 
