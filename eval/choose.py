@@ -77,11 +77,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         total = len(sizes) * (cfg["cost_repeats"] + 1) * len(cost.lengths_up_to(most))
         with report.one_bar(f"costs of {name}", total) as advance:
             table = cost.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
-        tables[name], path = table, out_dir / f"cost-{name}.json"
-        table.save(path)
+        tables[name] = table
+        load.warm_up(engines[name])
+    tables = cost.share_verification(tables)
+    for name, table in tables.items():
+        table.save(path := out_dir / f"cost-{name}.json")
         if settings[name].decides and settings[name].cost_table is None:
             settings[name] = settings[name].model_copy(update={"cost_table": str(path)})
-        load.warm_up(engines[name])
 
     def afresh() -> None:
         """Nothing that a method learned counts twice: the same prompts come again."""

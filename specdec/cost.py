@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,22 @@ def measure(
 def sizes_up_to(max_batch_size: int) -> list[int]:
     """1, 2, 4, ... and the batch size itself."""
     return sorted({2**i for i in range(max_batch_size.bit_length()) if 2**i <= max_batch_size} | {max_batch_size})
+
+
+def share_verification(tables: dict[str, CostTable]) -> dict[str, CostTable]:
+    """The same tables with one opinion about verifying, which is the target's and no drafter's: the median of all that went so
+    far. They were measured one after the other, and a slow moment of the machine is in one of them only."""
+    shared = {}
+    for name, table in tables.items():
+        verify = []
+        for rows in table.batch_sizes:
+            of_length = []
+            for k in table.draft_lengths:
+                seen = [float(t.verify(rows, rows * (k + 1))) for t in tables.values() if t.draft_lengths[-1] >= k]
+                of_length.append(float(np.median(seen)))
+            verify.append(of_length)
+        shared[name] = replace(table, verify_s=verify)
+    return shared
 
 
 def lengths_up_to(longest: int) -> list[int]:

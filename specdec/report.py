@@ -778,17 +778,17 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
         axis.set_ylabel(unit)
         axis.set_title(what)
     axis = axes[2]
-    place = np.arange(len(runs))
+    place = np.arange(len(speculating))
     for offset, key, label, hatch in (
         (-0.2, "gain_low", "low rate: latency", None),
         (0.2, "gain_high", "high rate: tokens/s", "//"),
     ):
-        heights = [own[key]["ratio"] if key == "gain_low" else own[key] for own in runs.values()]
-        bars = axis.bar(place + offset, heights, 0.38, color=[colour[name] for name in runs], hatch=hatch, edgecolor="white")
+        heights = [runs[name][key]["ratio"] if key == "gain_low" else runs[name][key] for name in speculating]
+        bars = axis.bar(place + offset, heights, 0.38, color=[colour[n] for n in speculating], hatch=hatch, edgecolor="white")
         axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
         axis.bar([0], [0], color="grey", hatch=hatch, edgecolor="white", label=label)
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(place, list(runs), rotation=35, ha="right")
+    axis.set_xticks(place, speculating, rotation=35, ha="right")
     axis.set_ylim(top=1.2 * axis.get_ylim()[1])
     axis.legend(fontsize=8, loc="upper left", ncols=2)
     axis.set_title(f"Gain over {summary['plain']}")

@@ -203,6 +203,20 @@ def test_predicted_tokens_per_s() -> None:
     assert cost.tokens_per_s(table, [0.4], 2, [0.5])[0] == pytest.approx([1.0, 1.4 / (1.125 + 0.125)])
 
 
+def test_verifying_costs_the_same_whoever_drafts() -> None:
+    table = lambda lengths, verify, draft: CostTable([1], lengths, [verify], [draft], {})
+    tables = {
+        "none": table([0], [9.0], [0.0]),  # a slow moment
+        "a": table([0, 2], [1.0, 3.0], [0.0, 5.0]),
+        "b": table([0, 1, 4], [1.2, 2.4, 6.0], [0.0, 1.0, 4.0]),
+    }
+    got = cost.share_verification(tables)
+    assert got["none"].verify_s == [[1.2]]
+    assert got["a"].verify_s == [[1.2, pytest.approx((3.0 + 3.6) / 2)]], "in between is as the tables have it"
+    assert got["b"].verify_s == [[1.2, pytest.approx((2.0 + 2.4) / 2), 6.0]], "beyond its end a table says nothing"
+    assert [t.draft_s for t in got.values()] == [t.draft_s for t in tables.values()]
+
+
 # ---------------------------------------------------------------------------------------------- the driver
 
 
