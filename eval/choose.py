@@ -1,5 +1,5 @@
 """Which method to choose: all of them on the same requests, seeds and arrival times, at a low and a high request rate, in one
-process on one target, taking turns.
+process on one target, taking turns step by step, each by a clock of its own.
 
     python eval/choose.py
     python eval/choose.py methods=[none,ngram] checkpoints='{eagle3: outputs/eagle3_demo-llama-demo}' rates=[one,0.5,2,all]
@@ -46,11 +46,11 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    cache, built, engines = target.new_cache(), {}, {}
+    built, engines = {}, {}
     for name, speculative in settings.items():
         try:
             built[name] = speculative.build(target)
-            engines[name] = Engine(target, *built[name], **shape, cache=cache)
+            engines[name] = Engine(target, *built[name], **shape)
             tasks.prepare(engines[name], chosen, params)
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None

@@ -11,7 +11,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -197,26 +197,58 @@ def warm_up(engine: Engine, num_tokens: int = 8, num_prompt: int = 64) -> None:
     getattr(engine.proposer, "reset", lambda: None)()
 
 
+class Stopwatch:
+    """A clock that runs only between start and stop; who sleeps on it just puts it forward."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self.since: float | None = None
+
+    def __call__(self) -> float:
+        return self.at_s if self.since is None else self.at_s + time.perf_counter() - self.since
+
+    def start(self) -> None:
+        self.since = time.perf_counter()
+
+    def stop(self) -> None:
+        self.at_s, self.since = self(), None
+
+    def sleep(self, seconds: float) -> None:
+        self.at_s += seconds
+
+
 def send(
     engine: Engine,
     timed: Iterable[tuple[float, Request]],
     told: Callable[[Turn, list[Step]], object] = lambda turn, steps: None,
     one_at_a_time: bool = False,
-) -> Iterator[tuple[float, float, Request]]:
+) -> Generator[tuple[float, float, Request]]:
     """Give the engine each request when its time has come, and yield (arrival_s, added_s, request) as each finishes, in seconds
     from the start. Sleeps only while there is nothing to do. Holds no more than what is in flight.
 
     timed: (arrival_s, request) in order of time. told: called after every step. one_at_a_time: each request comes when the one
     before it is finished, whatever its time is.
     """
+    for finished in step_by_step(engine, timed, told, one_at_a_time):
+        yield from finished
+
+
+def step_by_step(
+    engine: Engine,
+    timed: Iterable[tuple[float, Request]],
+    told: Callable[[Turn, list[Step]], object],
+    one_at_a_time: bool,
+) -> Generator[list[tuple[float, float, Request]]]:
+    """`send`, with a list of what finished after every step of the engine, by the engine's own clock."""
     following = iter(timed)
     due = next(following, None)
     flight: dict[str, tuple[float, float]] = {}
+    sleep = engine.now.sleep if isinstance(engine.now, Stopwatch) else time.sleep
     engine.steps = []
-    begin = time.perf_counter()
+    begin = engine.now()
     try:
         while due is not None or flight:
-            now = time.perf_counter() - begin
+            now = engine.now() - begin
             while due is not None and (not flight if one_at_a_time else due[0] <= now):
                 arrival_s, request = due
                 assert request.id not in flight, f"two requests are called {request.id}"
@@ -226,11 +258,11 @@ def send(
                 due = next(following, None)
             if not flight:
                 assert due is not None
-                time.sleep(due[0] - now)
+                sleep(due[0] - now)
                 continue
-            before = time.perf_counter()
+            before = engine.now()
             finished = engine.step()
-            after = time.perf_counter()
+            after = engine.now()
             turn = Turn(after - begin, after - before, len(engine.waiting), engine.num_running)
             steps, engine.steps = engine.steps, []
             for step in steps:
@@ -238,8 +270,7 @@ def send(
                 turn.made, turn.drafted = int(step.made_B.sum()), int(step.drafted_B.sum())
                 turn.accepted, turn.emitted = int(step.accepted_B.sum()), int(step.emitted_B.sum())
             told(turn, steps)
-            for request in finished:
-                yield *flight.pop(request.id), request
+            yield [(*flight.pop(request.id), request) for request in finished]
     finally:
         engine.steps = None
         if flight:
@@ -301,8 +332,9 @@ def take_turns(
     seed: int,
     one_at_a_time: bool = False,
 ) -> Iterator[tuple[str, Task, Served, Request]]:
-    """Every engine decodes a piece of the tasks, then every engine the next one, so that a slow moment of the machine hits
-    them alike; who begins changes from piece to piece. Requests, seeds and arrival times are the same for all of them.
+    """All engines decode a piece of the tasks, then all of them the next one. Within a piece they take turns step by step,
+    each by a clock that runs in its own steps alone and jumps over its idle times: a slow moment of the machine hits them
+    alike. So they need a cache each. Requests, seeds and arrival times are the same for all; who begins changes.
 
     requests_per_s: of the random arrivals within a piece; None: all at once. Adds to the records, and yields (name of the
     engine, task, as served, request) as requests finish.
@@ -312,13 +344,31 @@ def take_turns(
         at = [Arrival(0.0)] * len(piece)
         if requests_per_s is not None:
             at = poisson([(math.inf, requests_per_s)], len(piece), seed + number)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            engine, record = engines[name], records[name]
-            coming = list(requests(engine.target, piece, at, params, seed))
-            task_of = {request.id: task for _, request, task in coming}
+        first = number % len(names)
+        task_of: dict[str, Task] = {}
+        running, watches = {}, {}
+        for name in names[first:] + names[:first]:
+            coming = list(requests(engines[name].target, piece, at, params, seed))
+            task_of |= {request.id: task for _, request, task in coming}
+            engines[name].now = watches[name] = Stopwatch()
             timed = [(at_s, request) for at_s, request, _ in coming]
-            for arrival_s, added_s, request in send(engine, timed, record.keep, one_at_a_time):
-                served = Served(record.clock_s + arrival_s, record.clock_s + added_s, request.stats)
-                record.add(served, request)
-                yield name, task_of[request.id], served, request
-            record.clock_s = max(one.finished_s for one in record.served)
+            running[name] = step_by_step(engines[name], timed, records[name].keep, one_at_a_time)
+        began = {name: records[name].clock_s for name in names}
+        try:
+            while running:
+                for name in list(running):
+                    watches[name].start()
+                    finished = next(running[name], None)
+                    watches[name].stop()
+                    if finished is None:
+                        del running[name]
+                        continue
+                    for arrival_s, added_s, request in finished:
+                        served = Served(began[name] + arrival_s, began[name] + added_s, request.stats)
+                        records[name].add(served, request)
+                        yield name, task_of[request.id], served, request
+        finally:
+            for left in running.values():
+                left.close()
+        for name in names:
+            records[name].clock_s = max(one.finished_s for one in records[name].served)

@@ -229,6 +229,7 @@ class Slow:
         self.running: list[list[Any]] = []
         self.steps: list[Step] | None = None
         self.cleared = False
+        self.now = time.perf_counter
 
     @property
     def num_running(self) -> int:
@@ -319,17 +320,23 @@ def test_warming_up_leaves_nothing_behind(target: CausalLM) -> None:
     assert not proposer._finished, "no responses that a request could be drafted from"
 
 
-def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Path) -> None:
-    chosen, cache = tasks.load(short_tasks(tmp_path / "t", 5)), target.new_cache()
+def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = tasks.load(short_tasks(tmp_path / "t", 5))
     engines = {
-        name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2, cache=cache)
+        name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2)
         for name, own in (("none", {}), ("draft_model", {"model": "tiny", "num_speculative_tokens": 2}))
     }
     records = {name: load.Record() for name in engines}
     params = SamplingParams(temperature=0, max_tokens=6)
     pieces = [chosen[:3], chosen[3:]]
-    names = [name for name, *_ in load.take_turns(engines, records, pieces, 200.0, params, 0)]
-    assert names == ["none"] * 3 + ["draft_model"] * 3 + ["draft_model"] * 2 + ["none"] * 2, "who begins changes"
+    order: list[str] = []
+    for name, engine in engines.items():
+        monkeypatch.setattr(engine, "step", lambda name=name, step=engine.step: (order.append(name), step())[1])
+    before = time.perf_counter()
+    names = [name for name, *_ in load.take_turns(engines, records, pieces, 2.0, params, 0)]
+    took = time.perf_counter() - before
+    assert sorted(names) == ["draft_model"] * 5 + ["none"] * 5
+    assert order[:4] == ["none", "draft_model"] * 2, "step by step"
     assert records["none"].answered == records["draft_model"].answered
     assert len(records["none"].answered) == 5
     for record in records.values():
@@ -337,6 +344,9 @@ def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Pat
         assert sum(int(step.emitted_B.sum()) for step in record.steps) == sum(
             one.num_output_tokens - 1 for one in record.served
         )
+        idle = record.clock_s - sum(one.end_to_end for one in record.served)
+        assert idle > 0.5, "at 2 requests/s"
+    assert took < records["none"].clock_s, "nobody waits for idle times"
     shift = min(one.arrival_s for one in records["none"].served[3:])
     assert shift > max(one.finished_s for one in records["none"].served[:3])
 
