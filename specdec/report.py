@@ -646,6 +646,7 @@ def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "decoding",
         "predicted",
         "ratio",
+        "decoding gain (predicted)",
         "first token, s",
         "between, ms",
         "MAL",
@@ -665,6 +666,13 @@ def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 both(own, lambda n: _number(n["decode_tokens_per_s"], 1)),
                 both(own, lambda n: _number(n["predicted_tokens_per_s"], 1)),
                 both(own, lambda n: _number(n["measured_over_predicted"])),
+                " | ".join(
+                    f"{_number(decoding_gain(summary, name, level, 'decode'))} "
+                    f"({_number(decoding_gain(summary, name, level, 'predicted'))})"
+                    for level in (low, high)
+                )
+                if name != summary["plain"]
+                else "1",
                 both(own, median("time_to_first_token_s", 1, 2)),
                 both(own, median("inter_token_s", 1e3, 0)),
                 both(own, lambda n: _number(n["mean_acceptance_length"])),
@@ -673,6 +681,12 @@ def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return header, lines
+
+
+def decoding_gain(summary: dict[str, Any], name: str, level: str, which: str) -> float | None:
+    """Tokens/s of decode steps over those of plain decoding, as measured (`decode`) or `predicted`."""
+    own, plain = (summary["runs"][run]["at"][level][f"{which}_tokens_per_s"] for run in (name, summary["plain"]))
+    return own / plain if own and plain else None
 
 
 def level_said(level: str, summary: dict[str, Any]) -> str:
@@ -689,19 +703,24 @@ def choose_caption(summary: dict[str, Any]) -> str:
     plain = summary["plain"]
     return (
         f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
-        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}. tokens/s: of all time, prefill "
-        "included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the measured costs; "
-        "ratio: measured over predicted. first token: from arrival; between: from a request's tokens to its next, which come "
-        "in pieces. MAL: mean acceptance length. wasted: drafted tokens that did not stand. outputs: requests whose tokens "
-        f"equal those of {plain}, or by what right they are the target's."
+        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}. tokens/s: of all time, "
+        "prefill included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the "
+        "measured costs; ratio: measured over predicted. What all runs have in common in it is the machine, faster or "
+        "slower than while costs were measured; it cancels in the gain of decoding, low | high. first token: from "
+        "arrival; between: from a request's tokens to its next, which come in pieces. MAL: mean acceptance length. "
+        f"wasted: drafted tokens that did not stand. outputs: requests whose tokens equal those of {plain}, or by what "
+        "right they are the target's."
     )
+
+
+_GAINS = ("run", "K", "gain, low", "gain, high", "decoding gain (predicted)", "outputs")
 
 
 def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
     """The gains, a line per run; and what they come from, a line per rate and run."""
     gains = Table(title=title, title_justify="left", header_style="bold")
     header, lines = choose_cells(summary)
-    shown = [place for place, name in enumerate(header) if name in ("run", "K", "gain, low", "gain, high", "outputs")]
+    shown = [place for place, name in enumerate(header) if name in _GAINS]
     for place in shown:
         gains.add_column(header[place], justify="left" if place == 0 else "right", no_wrap=True)
     for line in lines:
