@@ -15,13 +15,12 @@ Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import hydra
 
-from specdec import checkpoint, config
+from specdec import config
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     # everything that a typo can break comes before the weights
     if cfg["checkpoint"] is not None:
-        take_checkpoint(cfg)
+        config.take_checkpoint(cfg)
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
@@ -44,9 +43,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     track.refuse_taken(out_dir, cfg["resume"])
-    if cfg["num_threads"] is not None and cfg["num_threads"] < 1:
-        raise ValueError(f"num_threads={cfg['num_threads']}: at least 1 is needed; null means 1")
-    torch.set_num_threads(cfg["num_threads"] or 1)
+    torch.set_num_threads(config.threads(cfg))
 
     if size == 1 < started:
         raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
@@ -151,32 +148,6 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def take_checkpoint(cfg: dict[str, Any]) -> None:
-    """checkpoint=DIR is the model of the method that drafts with it."""
-    if cfg["speculative_config"] is not None:
-        raise ValueError("checkpoint= and speculative_config= say the same thing; put the directory into its key 'model'")
-    if "model" not in cfg["method"]:
-        raise ValueError(f"checkpoint={cfg['checkpoint']}: method {cfg['method']['name']!r} takes none; leave method= out")
-    cfg["method"]["model"] = str(cfg["checkpoint"])
-
-
-def its_method() -> list[str]:
-    """`method=` of the checkpoint on the command line, which says it itself where nobody else does."""
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    paths = given.get("checkpoint", "null").strip("'\"")
-    if paths in ("null", "") or {"method", "speculative_config"} & set(given):
-        return []
-    try:
-        swept = {"-m", "--multirun"} & set(given)
-        found = {checkpoint.method_of(path.strip()) for path in (paths.split(",") if swept else [paths])}
-    except ValueError as error:
-        config.fail(error)
-        raise
-    if len(found) > 1:
-        config.fail(f"checkpoint={paths}: drafters of several methods ({', '.join(sorted(found))}); sweep over one method's")
-    return [f"method={found.pop()}"]
-
-
 @hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
 def main(cfg: Any) -> None:
     config.main(run)(cfg)
@@ -187,5 +158,5 @@ if __name__ == "__main__":
         from specdec import parallel_state
 
         parallel_state.speak_once()
-    config.check_command_line("eval", *its_method())
+    config.check_command_line("eval", *config.its_method())
     main()

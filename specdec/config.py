@@ -21,15 +21,19 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from specdec import checkpoint
 from specdec.core import nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-_OPEN = ("logit_bias", "template_kwargs", "geometry")  # keys whose value is the user's own mapping
+_OPEN = ("logit_bias", "template_kwargs", "geometry", "checkpoints", "runs")  # keys whose value is the user's own mapping
 _NULLABLE = (  # numbers, or null for no limit
     "limit", "num_threads", "sampling.max_tokens", "train.max_steps", "train.num_epochs", "train.drafter.draft_vocab_size",
     "train.drafter.num_hidden_layers", "train.drafter.inner_dim", "train.drafter.mask_token_id", "train.drafter.pard_token",
-    "data.limit", "data.max_length",
+    "data.limit", "data.max_length", "num_requests", "max_draft",
 )  # fmt: skip
+
+
+_GOES_ON = "; what had finished is kept, and resume=true goes on with the rest"
 
 
 def fail(message: object) -> None:
@@ -206,7 +210,9 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     if key == "out_dir" and (not isinstance(value, str) or not value):
         raise ValueError(f"out_dir={value!r} must be the path of a directory")
     if isinstance(default, DictConfig) and not isinstance(value, dict | DictConfig):
-        raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default))!s}: ...}}")
+        raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default), 'name')!s}: ...}}")
+    if key == "request_rate":  # load.phases looks
+        return
     if key.split(".")[-1] == "num_speculative_tokens" and isinstance(value, str):
         if value != "auto":
             raise ValueError(f"{key}={value!r} must be a number, or auto")
@@ -261,9 +267,9 @@ def _nearest_key(key: str, known: set[str]) -> str:
     return f"valid: {', '.join(inside or sorted(k for k in known if '.' not in k))}"
 
 
-def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None]:
+def main(run: Callable[[dict[str, Any]], object], resumes: bool = True) -> Callable[[DictConfig], None]:
     """Wrap a script's function of a plain dict: resolves the config, gives a sweep's jobs directories of their own, and ends
-    with one line instead of a traceback for what a user can mend."""
+    with one line instead of a traceback for what a user can mend. resumes: whether an interrupted run can go on."""
 
     def wrapped(cfg: DictConfig) -> None:
         try:
@@ -287,7 +293,7 @@ def main(run: Callable[[dict[str, Any]], object]) -> Callable[[DictConfig], None
         except KeyboardInterrupt:
             if os.environ.get("RANK", "0") != "0":  # torchrun interrupts all of its processes
                 sys.exit(130)
-            print("interrupted; what had finished is kept, and resume=true goes on with the rest", file=sys.stderr)
+            print(f"interrupted{_GOES_ON if resumes else ''}", file=sys.stderr)
             sys.exit(130)
 
     return wrapped
@@ -326,13 +332,46 @@ def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
     if cfg["speculative_config"] is not None:
         return cfg["speculative_config"]
     deciding = {
-        key: cfg[key] for key in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
+        key: cfg.get(key) for key in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
     }
     if not deciding["enable_adaptive_verification"]:
         del deciding["enable_adaptive_verification"]
     given = {**cfg["method"], **cfg["rejection"], **deciding}
     settings = {key: value for key, value in given.items() if value is not None and key != "name"}
     return {**settings, "method": cfg["method"]["name"], "rejection_sample_method": cfg["rejection"]["name"]}
+
+
+def take_checkpoint(cfg: dict[str, Any]) -> None:
+    """checkpoint=DIR is the model of the method that drafts with it."""
+    if cfg["speculative_config"] is not None:
+        raise ValueError("checkpoint= and speculative_config= say the same thing; put the directory into its key 'model'")
+    if "model" not in cfg["method"]:
+        raise ValueError(f"checkpoint={cfg['checkpoint']}: method {cfg['method']['name']!r} takes none; leave method= out")
+    cfg["method"]["model"] = str(cfg["checkpoint"])
+
+
+def its_method() -> list[str]:
+    """`method=` of the checkpoint on the command line, which says it itself where nobody else does."""
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    paths = given.get("checkpoint", "null").strip("'\"")
+    if paths in ("null", "") or {"method", "speculative_config"} & set(given):
+        return []
+    try:
+        swept = {"-m", "--multirun"} & set(given)
+        found = {checkpoint.method_of(path.strip()) for path in (paths.split(",") if swept else [paths])}
+    except ValueError as error:
+        fail(error)
+        raise
+    if len(found) > 1:
+        fail(f"checkpoint={paths}: drafters of several methods ({', '.join(sorted(found))}); sweep over one method's")
+    return [f"method={found.pop()}"]
+
+
+def threads(cfg: dict[str, Any]) -> int:
+    """torch threads on the CPU."""
+    if cfg["num_threads"] is not None and cfg["num_threads"] < 1:
+        raise ValueError(f"num_threads={cfg['num_threads']}: at least 1 is needed; null means 1")
+    return int(cfg["num_threads"] or 1)
 
 
 def model_name(model: dict[str, Any]) -> str:

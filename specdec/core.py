@@ -269,8 +269,8 @@ class RequestStats:
 
 @dataclass
 class Step:
-    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the clock of
-    time.perf_counter."""
+    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the
+    engine's clock."""
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -291,7 +291,7 @@ class Request:
     seed: int = 0  # the seed that is used: params.seed, or one that the caller derived
     category: str = ""
 
-    added_at: float = 0.0  # when the engine was given it, on the clock of time.perf_counter
+    added_at: float = 0.0  # when the engine was given it, on the engine's clock
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string; None for eos and length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ def measure(
     alike.
     """
     longest = max(most or 0, proposer.num_speculative_tokens)
-    lengths = sorted({k for k in LENGTHS if k < longest} | {0, longest})
+    lengths = lengths_up_to(longest)
     forced, room = _Forced(), (repeats + 1) * sum(k + 1 for k in lengths) + 2
     context = max(min(context, target.max_model_len - room), 2)
     if context + room > target.max_model_len:
@@ -284,6 +284,27 @@ def sizes_up_to(max_batch_size: int) -> list[int]:
     return sorted({2**i for i in range(max_batch_size.bit_length()) if 2**i <= max_batch_size} | {max_batch_size})
 
 
+def share_verification(tables: dict[str, CostTable]) -> dict[str, CostTable]:
+    """The same tables with one opinion about verifying, which is the target's and no drafter's: the median of all that went so
+    far. They were measured one after the other, and a slow moment of the machine is in one of them only."""
+    shared = {}
+    for name, table in tables.items():
+        verify = []
+        for rows in table.batch_sizes:
+            of_length = []
+            for k in table.draft_lengths:
+                seen = [float(t.verify(rows, rows * (k + 1))) for t in tables.values() if t.draft_lengths[-1] >= k]
+                of_length.append(float(np.median(seen)))
+            verify.append(of_length)
+        shared[name] = replace(table, verify_s=verify)
+    return shared
+
+
+def lengths_up_to(longest: int) -> list[int]:
+    """Lengths of drafts that are measured."""
+    return sorted({k for k in LENGTHS if k < longest} | {0, longest})
+
+
 # ---------------------------------------------------------------- predicting
 
 
@@ -292,18 +313,33 @@ def predicted_seconds(steps: Iterable[Step], table: CostTable) -> float:
     return sum(table.step(step) for step in steps)
 
 
-def best_schedule(table: CostTable, survival: Sequence[float], num_speculative_tokens: int) -> list[list[int]]:
-    """[[first batch size, last, K], ...] with the K that makes most tokens per second by the table.
+def tokens_per_s(
+    table: CostTable, survival: Sequence[float], num_speculative_tokens: int, reach: Sequence[float] | None = None
+) -> np.ndarray:
+    """[rows, k] tokens per second of steps of 1, 2, ... rows that draft up to k = 0, 1, ... tokens each.
 
-    survival: P(the first i draft tokens all stand) for i = 1 ..., of drafts that are not cut short; beyond its end, nothing.
-    A row that drafts nothing emits 1.
+    survival: P(a step has i draft tokens and all of them stand) for i = 1 ..., of drafts that are not cut short; beyond its
+    end, nothing. reach: P(a step has i draft tokens), for drafters that find nothing in some steps; without it all draft k.
     """
     most = min(num_speculative_tokens, len(survival))
+    reach_K = np.ones(most) if reach is None else np.asarray(reach, dtype=float)[:most]
     expected = 1 + np.concatenate([[0.0], np.cumsum(survival[:most])])
-    found: list[list[int]] = []
+    drafted = np.concatenate([[0.0], np.cumsum(reach_K)])
+    rates = []
     for rows in range(1, table.batch_sizes[-1] + 1):
-        seconds = [float(table.verify(rows, rows * (k + 1))) + table.draft(np.full(rows, k)) for k in range(most + 1)]
-        best = int(np.argmax(rows * expected / seconds))
+        rounds = [share * float(table.draft_round(k, rows)) for k, share in enumerate(reach_K, 1)]
+        seconds = table.verify(rows, rows * (1 + drafted)) + np.concatenate([[0.0], np.cumsum(rounds)])
+        rates.append(rows * expected / seconds)
+    return np.array(rates)
+
+
+def best_schedule(
+    table: CostTable, survival: Sequence[float], num_speculative_tokens: int, reach: Sequence[float] | None = None
+) -> list[list[int]]:
+    """[[first batch size, last, K], ...] with the K that makes most tokens per second by the table; see `tokens_per_s`."""
+    found: list[list[int]] = []
+    for rows, rates in enumerate(tokens_per_s(table, survival, num_speculative_tokens, reach), 1):
+        best = int(np.argmax(rates))
         if found and found[-1][2] == best:
             found[-1][1] = rows
         else:

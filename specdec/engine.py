@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,7 @@ class Engine:
         self.cache = target.new_cache() if cache is None else cache
         self.waiting: deque[Request] = deque()
         self.steps: list[Step] | None = None  # a list that is put here gets every step
+        self.now: Callable[[], float] = time.perf_counter  # of what requests are told; engines that take turns have their own
 
         # what is known about the request in each row of the cache; "R" arrays are on the host unless they are tensors
         self.max_batch_size = max_batch_size
@@ -128,7 +129,7 @@ class Engine:
         """Queue requests. All are checked before the first is taken."""
         self.prepare(*requests)
         for request in requests:
-            request.stats, request.added_at = RequestStats(), time.perf_counter()
+            request.stats, request.added_at = RequestStats(), self.now()
             self.waiting.append(request)
 
     @property
@@ -210,7 +211,7 @@ class Engine:
         self.token_RL[row, : len(ids)] = ids
         self.prompt_R[row] = self.length_R[row] = len(ids)
         self.cached_R[row] = self.step_R[row] = 0
-        self.limit_R[row], self.seed_R[row], self.since_R[row] = self.limit(request), request.seed, time.perf_counter()
+        self.limit_R[row], self.seed_R[row], self.since_R[row] = self.limit(request), request.seed, self.now()
         request.stats.queue_s = float(self.since_R[row]) - request.added_at
         asked, most = request.params.num_speculative_tokens, self.proposer.num_speculative_tokens
         self.most_R[row] = most if asked is None else asked
@@ -432,7 +433,7 @@ class Engine:
                     self.hidden_R[row].append(part[:count])
 
         clock.mark()
-        now, times = time.perf_counter(), clock.seconds()
+        now, times = self.now(), clock.seconds()
         if trimmed_B is not None and self.steps is not None:
             drafted_B, draft_s, verify_s = draft.length_B.numpy(), *times
             made_B, stood_B = drafted_B + trimmed_B, np.minimum(accepted_B, count_B)

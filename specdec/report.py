@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from specdec import stats
+from specdec.cost import CostTable
 from specdec.rejection import Verifier
 from specdec.stats import RequestStats
 
@@ -89,6 +90,29 @@ def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
         places = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
         yield lambda name: bars.advance(places[name])
+
+
+@contextlib.contextmanager
+def one_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A bar on stderr; yields a function that advances it by one, and says words behind it if some are given. total None: it
+    is not known how much there is."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        place = bars.add_task(label, total=total, said="")
+
+        def advance(count: int = 1, said: str | None = None) -> None:
+            bars.advance(place, count)
+            if said is not None:
+                bars.update(place, said=said)
+
+        yield advance
 
 
 @contextlib.contextmanager
@@ -432,3 +456,382 @@ def bench_tables(results: dict[str, Any]) -> list[Table]:
             _number(line["bytes_per_token"], 0),
         )
     return [speed, batch, trie]
+
+
+# ---------------------------------------------------------------- costs
+
+
+def cost_tables(table: CostTable) -> list[Table]:
+    """Milliseconds of verifying, by tokens of each row, and of drafting, by length, for every batch size."""
+    grids = []
+    where = f"{table.about['target']}, {table.about['dtype']}, {table.about['device']}, context {table.about['context']}"
+    for title, seconds, offset in (
+        (f"verifying, ms, by tokens of each row ({where})", table.verify_s, 1),
+        (f"drafting, ms, by draft tokens of each row ({table.about['method']})", table.draft_s, 0),
+    ):
+        grid = Table(title=title, title_justify="left", header_style="bold")
+        grid.add_column("batch size", justify="right")
+        for k in table.draft_lengths:
+            grid.add_column(str(k + offset), justify="right")
+        for rows, line in zip(table.batch_sizes, seconds, strict=True):
+            grid.add_row(str(rows), *(_number(1e3 * s, 1) for s in line))
+        grids.append(grid)
+    return grids
+
+
+def schedule_table(table: CostTable, rates: np.ndarray) -> Table:
+    """rates: [rows, k] predicted tokens per second (`cost.tokens_per_s`); the best of a line is marked."""
+    title = "predicted tokens/s, all rows together, by draft tokens (* best)"
+    grid = Table(title=title, title_justify="left", header_style="bold")
+    grid.add_column("batch size", justify="right")
+    for k in range(rates.shape[1]):
+        grid.add_column(str(k), justify="right")
+    for rows in table.batch_sizes:
+        own = rates[rows - 1]
+        grid.add_row(str(rows), *(f"{rate:.1f}{'*' if k == own.argmax() else ' '}" for k, rate in enumerate(own)))
+    return grid
+
+
+def plot_cost(table: CostTable, title: str, path: Path) -> Path:
+    """Verify seconds against tokens, and draft seconds against k, a line per batch size."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
+    figure.suptitle(title)
+    lengths = np.array(table.draft_lengths)
+    for axis, seconds, x, label, said in (
+        (axes[0], table.verify_s, lengths + 1, "tokens of each row", "Verifying a step"),
+        (axes[1], table.draft_s, lengths, "draft tokens of each row", "Drafting for a step"),
+    ):
+        for place, (rows, line) in enumerate(zip(table.batch_sizes, seconds, strict=True)):
+            colour = plt.get_cmap("viridis")(place / max(len(table.batch_sizes), 2))
+            axis.plot(x, 1e3 * np.array(line), marker="o", markersize=4, color=colour, label=f"batch size {rows}")
+        axis.set_xlabel(label)
+        axis.set_ylabel("milliseconds")
+        axis.set_title(said)
+        axis.set_ylim(bottom=0)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+# ---------------------------------------------------------------- under load
+
+
+def _seconds(numbers: dict[str, float] | None, scale: float = 1.0, digits: int = 2) -> str:
+    """median / 99th percentile."""
+    if numbers is None:
+        return "-"
+    values = scale * numbers["median"], scale * numbers["p99"]
+    return " / ".join(f"{value:.{digits if value < 100 else 0}f}" for value in values)
+
+
+def _log(axis: Any, which: str) -> None:
+    """A logarithmic axis with plain numbers on it."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    getattr(axis, f"set_{which}scale")("log")
+    own = getattr(axis, f"{which}axis")
+    own.set_minor_locator(LogLocator(subs=(2, 5)))
+    for set_formatter in (own.set_major_formatter, own.set_minor_formatter):
+        set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.tick_params(axis=which, which="minor", labelsize=8)
+
+
+def load_table(summary: dict[str, Any], title: str) -> Table:
+    """A line per phase of the request rate, and one for all."""
+    grid = Table(title=title, title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
+    grid.add_column("phase", no_wrap=True)
+    for name in (
+        "requests",
+        "came /s",
+        "served /s",
+        "tokens/s",
+        "first token, s",
+        "between, ms",
+        "per token, ms",
+        "whole, s",
+        "batch",
+        "MAL",
+        "wasted",
+    ):
+        grid.add_column(name, justify="right", no_wrap=True)
+    lines = [*summary["phases"].items(), ("all", summary["overall"])]
+    for place, (name, n) in enumerate(lines):
+        grid.add_row(
+            name,
+            str(n["num_requests"]),
+            _number(n["offered_requests_per_s"]),
+            _number(n["requests_per_s"]),
+            _number(n["output_tokens_per_s"], 1),
+            _seconds(n["time_to_first_token_s"]),
+            _seconds(n["inter_token_s"], 1e3, 1),
+            _seconds(n["time_per_output_token_s"], 1e3, 1),
+            _seconds(n["end_to_end_s"]),
+            _number(n["mean_batch_size"]),
+            _number(n["mean_acceptance_length"]),
+            "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}",
+            end_section=place == len(lines) - 2,
+            style="bold" if name == "all" else None,
+        )
+    grid.caption = (
+        "a / b: median / 99th percentile. came, served: requests per second. Everything is measured from when a request was "
+        "due, waiting included. between: from a request's tokens to its next ones, which come in pieces, one per step; per "
+        "token: of each request, over its tokens. A phase has the requests that arrived in it, and the tokens and requests "
+        "that came out meanwhile. batch: mean rows of a step; MAL: mean acceptance length; wasted: drafted tokens that did "
+        "not stand."
+    )
+    return grid
+
+
+def plot_load(served: list[stats.Served], turns: Iterable[dict[str, Any]], edges: list[float], title: str, path: Path) -> Path:
+    """Four panels over the run: latencies by arrival, requests waiting and running, gaps between tokens, share of steps by
+    batch size. edges: where the request rate changes."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), constrained_layout=True)
+    figure.suptitle(title)
+
+    axis = axes[0, 0]
+    at = [one.arrival_s for one in served]
+    axis.scatter(at, [one.end_to_end for one in served], s=14, color="C0", label="whole answer")
+    axis.scatter(at, [one.time_to_first_token for one in served], s=14, color="C1", label="first token")
+    _log(axis, "y")
+    axis.set_ylabel("seconds")
+    axis.set_xlabel("arrival, s")
+    axis.set_title("Latency from arrival")
+    axis.legend(fontsize=8)
+
+    axis = axes[0, 1]
+    lines = list(turns)
+    if lines:
+        time_at = [0.0, *(line["at_s"] for line in lines)]
+        axis.step(time_at, [0, *(line["waiting"] for line in lines)], where="post", color="C3", label="waiting", linewidth=1)
+        axis.step(time_at, [0, *(line["running"] for line in lines)], where="post", color="C2", label="running", linewidth=1)
+        axis.legend(fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("seconds")
+    axis.set_title("Requests in the engine")
+    for axis in axes[0]:
+        axis.set_xlim(0, 1.02 * max(one.finished_s for one in served))
+        for edge in edges:
+            axis.axvline(edge, color="black", linewidth=0.8, linestyle=":")
+
+    axis = axes[1, 0]
+    gaps = np.sort([1e3 * gap for one in served for gap in one.stats.wall_s])
+    per_token = np.sort([1e3 * t for one in served if (t := one.time_per_output_token) is not None])
+    for values, label, colour in ((gaps, "between pieces, one per step", "C4"), (per_token, "per token, of a request", "C5")):
+        if len(values):
+            axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=label, color=colour)
+    if len(gaps):
+        _log(axis, "x")
+        axis.legend(fontsize=8)
+    axis.set_xlabel("milliseconds")
+    axis.set_ylabel("share that is faster")
+    axis.set_ylim(0, 1.02)
+    axis.set_title("Time between tokens")
+
+    axis = axes[1, 1]
+    share = stats.batch_size_share([one.stats for one in served])
+    axis.bar(list(share), list(share.values()), color="C2")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("rows decoded together")
+    axis.set_title("Share of steps by batch size")
+
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+# ---------------------------------------------------------------- which method to choose
+
+
+def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the method-selection table. Two numbers in a cell are of the lowest and the highest rate; those of
+    times are medians."""
+    low, high = summary["levels"][0], summary["levels"][-1]
+
+    def both(own: dict[str, Any], number: Callable[[dict[str, Any]], str]) -> str:
+        return f"{number(own['at'][low])} | {number(own['at'][high])}"
+
+    def median(key: str, scale: float, digits: int) -> Callable[[dict[str, Any]], str]:
+        return lambda n: "-" if n[key] is None else _number(scale * n[key]["median"], digits)
+
+    header = [
+        "run",
+        "K",
+        "gain, low",
+        "gain, high",
+        "tokens/s",
+        "decoding",
+        "predicted",
+        "ratio",
+        "decoding gain (predicted)",
+        "first token, s",
+        "between, ms",
+        "MAL",
+        "wasted",
+        "outputs",
+    ]
+    lines = []
+    for name, own in summary["runs"].items():
+        gain = own["gain_low"]
+        lines.append(
+            [
+                name,
+                str(own["num_speculative_tokens_said"]),
+                f"{gain['ratio']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})" if name != summary["plain"] else "1",
+                _number(own["gain_high"]) if name != summary["plain"] else "1",
+                both(own, lambda n: _number(n["output_tokens_per_s"], 1)),
+                both(own, lambda n: _number(n["decode_tokens_per_s"], 1)),
+                both(own, lambda n: _number(n["predicted_tokens_per_s"], 1)),
+                both(own, lambda n: _number(n["measured_over_predicted"])),
+                " | ".join(
+                    f"{_number(decoding_gain(summary, name, level, 'decode'))} "
+                    f"({_number(decoding_gain(summary, name, level, 'predicted'))})"
+                    for level in (low, high)
+                )
+                if name != summary["plain"]
+                else "1",
+                both(own, median("time_to_first_token_s", 1, 2)),
+                both(own, median("inter_token_s", 1e3, 0)),
+                both(own, lambda n: _number(n["mean_acceptance_length"])),
+                both(own, lambda n: "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}"),
+                own["outputs"],
+            ]
+        )
+    return header, lines
+
+
+def decoding_gain(summary: dict[str, Any], name: str, level: str, which: str) -> float | None:
+    """Tokens/s of decode steps over those of plain decoding, as measured (`decode`) or `predicted`."""
+    own, plain = (summary["runs"][run]["at"][level][f"{which}_tokens_per_s"] for run in (name, summary["plain"]))
+    return own / plain if own and plain else None
+
+
+def level_said(level: str, summary: dict[str, Any]) -> str:
+    """A rate in words."""
+    if level == "one":
+        return "one request at a time"
+    if level == "all":
+        return f"all at once, {summary['max_batch_size']} rows"
+    return f"{level} of plain capacity ({float(level) * summary['plain_requests_per_s']:.2f}/s)"
+
+
+def choose_caption(summary: dict[str, Any]) -> str:
+    low, high = (level_said(summary["levels"][place], summary) for place in (0, -1))
+    plain = summary["plain"]
+    return (
+        f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
+        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}. tokens/s: of all time, "
+        "prefill included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the "
+        "measured costs; ratio: measured over predicted. What all runs have in common in it is the machine, faster or "
+        "slower than while costs were measured; it cancels in the gain of decoding, low | high. first token: from "
+        "arrival; between: from a request's tokens to its next, which come in pieces. MAL: mean acceptance length. "
+        f"wasted: drafted tokens that did not stand. outputs: requests whose tokens equal those of {plain}, or by what "
+        "right they are the target's."
+    )
+
+
+_GAINS = ("run", "K", "gain, low", "gain, high", "decoding gain (predicted)", "outputs")
+
+
+def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
+    """The gains, a line per run; and what they come from, a line per rate and run."""
+    gains = Table(title=title, title_justify="left", header_style="bold")
+    header, lines = choose_cells(summary)
+    shown = [place for place, name in enumerate(header) if name in _GAINS]
+    for place in shown:
+        gains.add_column(header[place], justify="left" if place == 0 else "right", no_wrap=True)
+    for line in lines:
+        gains.add_row(*(line[place] for place in shown))
+    grid = Table(title="by rate", title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
+    grid.add_column("rate", no_wrap=True)
+    grid.add_column("run", no_wrap=True)
+    for name in (
+        "tokens/s",
+        "decoding",
+        "predicted",
+        "ratio",
+        "first token, s",
+        "between, ms",
+        "whole, s",
+        "batch",
+        "MAL",
+        "tokens/step",
+        "wasted",
+    ):
+        grid.add_column(name, justify="right")
+    for level in summary["levels"]:
+        for place, (name, own) in enumerate(summary["runs"].items()):
+            n = own["at"][level]
+            grid.add_row(
+                level if place == 0 else "",
+                name,
+                _number(n["output_tokens_per_s"], 1),
+                _number(n["decode_tokens_per_s"], 1),
+                _number(n["predicted_tokens_per_s"], 1),
+                _number(n["measured_over_predicted"]),
+                _seconds(n["time_to_first_token_s"]),
+                _seconds(n["inter_token_s"], 1e3, 0),
+                _seconds(n["end_to_end_s"]),
+                _number(n["mean_batch_size"], 1),
+                _number(n["mean_acceptance_length"]),
+                _number(n["tokens_per_step"]),
+                "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}",
+                end_section=place == len(summary["runs"]) - 1,
+            )
+    grid.caption = f"a / b: median / 99th percentile. {choose_caption(summary)}"
+    return [gains, grid]
+
+
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A table for a README. Bars inside cells become slashes."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)
+
+
+def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
+    """Latency and time per token against the rate, a line per run; gains at the lowest and the highest rate."""
+    plt = _pyplot()
+    runs, levels = summary["runs"], summary["levels"]
+    palette = plt.get_cmap("tab10" if len(runs) <= 11 else "tab20")
+    speculating = [name for name in runs if name != summary["plain"]]
+    colour = {name: palette(i % palette.N) for i, name in enumerate(speculating)} | {summary["plain"]: "black"}
+    marks = dict(zip(runs, "os^vD<>P*Xhp" * (1 + len(runs) // 12), strict=False))
+    figure, axes = plt.subplots(1, 3, figsize=(16, 5.2), constrained_layout=True, width_ratios=[1, 1, 1.15])
+    figure.suptitle(title)
+    place = np.arange(len(levels))
+    said = {"one": "one at\na time", "all": "all at\nonce"}
+    for axis, key, what, scale, unit in (
+        (axes[0], "end_to_end_s", "From arrival to last token, mean", 1.0, "seconds"),
+        (axes[1], "time_per_output_token_s", "Per output token after the first, mean", 1e3, "milliseconds"),
+    ):
+        for name, own in runs.items():
+            values = [np.nan if (n := own["at"][level][key]) is None else scale * n["mean"] for level in levels]
+            width = 2.5 if name == summary["plain"] else 1.4
+            axis.plot(place, values, marker=marks[name], markersize=5, color=colour[name], linewidth=width, label=name)
+        _log(axis, "y")
+        axis.set_xticks(place, [said.get(level, f"{level} x plain\ncapacity") for level in levels])
+        axis.set_xlabel("request rate")
+        axis.set_ylabel(unit)
+        axis.set_title(what)
+    axis = axes[2]
+    place = np.arange(len(speculating))
+    for offset, key, label, hatch in (
+        (-0.2, "gain_low", "low rate: latency", None),
+        (0.2, "gain_high", "high rate: tokens/s", "//"),
+    ):
+        heights = [runs[name][key]["ratio"] if key == "gain_low" else runs[name][key] for name in speculating]
+        bars = axis.bar(place + offset, heights, 0.38, color=[colour[n] for n in speculating], hatch=hatch, edgecolor="white")
+        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
+        axis.bar([0], [0], color="grey", hatch=hatch, edgecolor="white", label=label)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(place, speculating, rotation=35, ha="right")
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])
+    axis.legend(fontsize=8, loc="upper left", ncols=2)
+    axis.set_title(f"Gain over {summary['plain']}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 8), fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

@@ -136,6 +136,33 @@ def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
     return sum(sum(s.emitted) for s in all_stats) / seconds if seconds > 0 else None
 
 
+def survival(
+    all_stats: Sequence[RequestStats], budgets: Sequence[int], num_speculative_tokens: int
+) -> tuple[list[float], list[float], int]:
+    """Of steps whose draft nothing cut short: P(the step has i draft tokens and all stand), P(it has i draft tokens), for
+    i = 1 .. K, and how many such steps there are.
+
+    budgets: most tokens that each request could emit; a draft that its end cut, or of which a part was not verified, is left
+    out. A step in which the drafter found nothing to offer counts, with no tokens.
+    """
+    drafted, accepted = [], []
+    for stats, budget in zip(all_stats, budgets, strict=True):
+        left = budget - 1
+        for made, stood, emitted, trimmed in zip(stats.drafted, stats.accepted, stats.emitted, stats.trimmed, strict=True):
+            # a token beyond a stop is not counted as accepted, which says nothing of the drafter
+            stopped = emitted <= stood
+            if left - 1 >= num_speculative_tokens and not trimmed and not stopped:
+                drafted.append(made)
+                accepted.append(stood)
+            left -= emitted
+    places = np.arange(1, num_speculative_tokens + 1)
+    if not drafted:
+        return [], [], 0
+    stood_K = (np.array(accepted)[:, None] >= places).mean(0)
+    reach_K = (np.array(drafted)[:, None] >= places).mean(0)
+    return stood_K.tolist(), reach_K.tolist(), len(drafted)
+
+
 def expected_tokens(survival: Sequence[float]) -> float:
     """E[tokens of a step] = 1 + sum of P(the first i draft tokens all stand)."""
     return 1 + float(sum(survival))
@@ -171,3 +198,128 @@ def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[
     draft = np.mean([t for s in all_stats for t in s.draft_s]) / step_s
     emitted = np.mean([e for s in all_stats for e in s.emitted])
     return float(emitted / (verify + draft))
+
+
+# ---------------------------------------------------------------- under load
+
+
+@dataclass
+class Served:
+    """A finished request of a run under load, in seconds from its start. arrival_s: when the request was due; added_s: when the
+    engine was given it, which is later if it was in the middle of a step. Everything is measured from arrival_s."""
+
+    arrival_s: float
+    added_s: float
+    stats: RequestStats
+
+    @property
+    def admitted_s(self) -> float:
+        return self.added_s + self.stats.queue_s
+
+    @property
+    def first_token_s(self) -> float:
+        return self.admitted_s + self.stats.time_to_first_token_s
+
+    @property
+    def finished_s(self) -> float:
+        return self.first_token_s + self.stats.decode_s
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 1 + sum(self.stats.emitted)
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Waiting for a step's end, for a row, and the prefill."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def end_to_end(self) -> float:
+        return self.finished_s - self.arrival_s
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Of the tokens after the first; None if there are none."""
+        emitted = sum(self.stats.emitted)
+        return self.stats.decode_s / emitted if emitted else None
+
+    def tokens_between(self, begin_s: float, end_s: float) -> int:
+        """Output tokens that came in [begin_s, end_s)."""
+        at = self.first_token_s + np.concatenate([[0.0], np.cumsum(self.stats.wall_s)])
+        count = np.array([1, *self.stats.emitted])
+        return int(count[(at >= begin_s) & (at < end_s)].sum())
+
+
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, median, 90th and 99th percentile (linear between the two nearest), and the largest."""
+    if not len(values):
+        return None
+    median, p90, p99 = np.quantile(np.asarray(values, dtype=float), [0.5, 0.9, 0.99])
+    return {
+        "mean": float(np.mean(values)),
+        "median": float(median),
+        "p90": float(p90),
+        "p99": float(p99),
+        "max": float(np.max(values)),
+    }
+
+
+def batch_size_share(all_stats: Sequence[RequestStats]) -> dict[int, float]:
+    """Share of steps by their rows. A step of n rows stands in the lists of n requests, and counts 1/n in each."""
+    steps: dict[int, float] = {}
+    for stats in all_stats:
+        for rows in stats.batch_size:
+            steps[rows] = steps.get(rows, 0.0) + 1 / rows
+    total = sum(steps.values())
+    return {rows: steps[rows] / total for rows in sorted(steps)}
+
+
+def wasted_share(all_stats: Sequence[RequestStats]) -> float | None:
+    """Of the tokens that were drafted, verified or not, how many came to nothing. None if none was drafted."""
+    made = sum(sum(s.drafted) + sum(s.trimmed) for s in all_stats)
+    return 1 - sum(sum(s.accepted) for s in all_stats) / made if made else None
+
+
+def under_load(served: Sequence[Served], begin_s: float = 0.0, end_s: float | None = None) -> dict[str, Any]:
+    """Numbers of the requests that arrived in [begin_s, end_s), and what came out of the engine in that time, of whichever
+    request. end_s None: up to the last token.
+
+    inter_token_s has the gaps between the tokens of a request as they come: in pieces, one per step (as vLLM's ITL);
+    time_per_output_token_s is per request, over its tokens (TPOT).
+    """
+    last = max((one.finished_s for one in served), default=begin_s)
+    until = last if end_s is None else end_s
+    own = [one for one in served if begin_s <= one.arrival_s and (end_s is None or one.arrival_s < end_s)]
+    seconds = until - begin_s
+    # the last token of all belongs to the time that it ends
+    inside = np.nextafter(until, np.inf) if end_s is None else until
+    tokens = sum(one.tokens_between(begin_s, inside) for one in served)
+    finished = sum(begin_s <= one.finished_s < inside for one in served)
+    own_stats = [one.stats for one in own]
+    came = max((one.arrival_s for one in own), default=begin_s) - begin_s if end_s is None else seconds
+    share = batch_size_share(own_stats)
+    return {
+        "begin_s": begin_s,
+        "end_s": until,
+        "offered_requests_per_s": len(own) / came if came > 0 else None,
+        "requests_per_s": finished / seconds if seconds > 0 else None,
+        "output_tokens_per_s": tokens / seconds if seconds > 0 else None,
+        "time_to_first_token_s": spread([one.time_to_first_token for one in own]),
+        "inter_token_s": spread([gap for stats in own_stats for gap in stats.wall_s]),
+        "time_per_output_token_s": spread([t for one in own if (t := one.time_per_output_token) is not None]),
+        "end_to_end_s": spread([one.end_to_end for one in own]),
+        "waiting_s": spread([one.admitted_s - one.arrival_s for one in own]),
+        "batch_size_share": share,
+        "mean_batch_size": sum(rows * part for rows, part in share.items()) if share else None,
+        "wasted_share": wasted_share(own_stats),
+        **pool(own_stats),
+    }
+
+
+def ratio_of_sums(base: Sequence[float], own: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """sum(base) / sum(own) of paired numbers, such as seconds of the same requests, with a 95 % bootstrap interval over pairs
+    (2000 resamples, seeded)."""
+    pairs = np.array([base, own], dtype=np.float64)
+    pick = np.random.default_rng(seed).integers(pairs.shape[1], size=(2000, pairs.shape[1]))
+    low, high = np.quantile(pairs[0][pick].sum(1) / pairs[1][pick].sum(1), [0.025, 0.975])
+    return {"ratio": float(pairs[0].sum() / pairs[1].sum()), "low": float(low), "high": float(high)}

@@ -18,13 +18,14 @@ import torch
 from specdec import __version__
 from specdec.core import Request
 from specdec.llm import answer_text
-from specdec.stats import RequestStats, request_metrics
+from specdec.stats import RequestStats, Served, request_metrics
 from specdec.tasks import Task, request_id
 
 MARKER = "run.json"
 _WRITTEN = (  # names that runs write under
     "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
-    "run.png", "train.png", "checkpoints", "best", "last", "bench.json",
+    "run.png", "train.png", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
+    "cost.json", "cost.png",
 )  # fmt: skip
 _LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "proposer")
 _TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "decode_s")
@@ -79,11 +80,36 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-class Rows:
-    """The JSON-lines file of one pass over the tasks."""
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON-lines file, one by one, without touching it; a last line that was cut short is left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: not a row of ours")
+            yield row
 
-    def __init__(self, path: Path):
-        self.path = path
+
+def stats_of(row: dict[str, Any]) -> RequestStats:
+    """The statistics that `row_of` wrote into a row."""
+    return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)})
+
+
+def served_of(row: dict[str, Any]) -> Served:
+    """A row of a run under load, for `stats.under_load`."""
+    return Served(row["arrival_s"], row["added_s"], stats_of(row))
+
+
+class Rows:
+    """The JSON-lines file of one pass over the tasks. keep: hold the rows in memory too."""
+
+    def __init__(self, path: Path, keep: bool = True):
+        self.path, self._keep = path, keep
         self.rows: list[dict[str, Any]] = []
         if path.exists():
             self._recover()
@@ -114,10 +140,11 @@ class Rows:
 
     @property
     def stats(self) -> dict[str, RequestStats]:
-        return {row["id"]: RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)}) for row in self.rows}
+        return {row["id"]: stats_of(row) for row in self.rows}
 
     def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+        if self._keep:
+            self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 

@@ -1,0 +1,258 @@
+"""Which method to choose: all of them on the same requests, seeds and arrival times, at a low and a high request rate, in one
+process on one target, taking turns step by step, each by a clock of its own.
+
+    python eval/choose.py
+    python eval/choose.py methods=[none,ngram] checkpoints='{eagle3: outputs/eagle3_demo-llama-demo}' rates=[one,0.5,2,all]
+    python eval/choose.py methods=[none,ngram] runs='{ngram-auto: {method: ngram, num_speculative_tokens: auto}}'
+
+Writes out_dir/requests.jsonl (a row per request, run and rate), cost-RUN.json, choose.json, choose.png and config.yaml, and
+prints the table, for people and in Markdown.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+PLAIN = "none"
+
+
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    from specdec import cost, load, report, stats, tasks, track
+    from specdec.core import SamplingParams
+    from specdec.engine import Engine
+    from specdec.target import CausalLM
+
+    params = SamplingParams(**cfg["sampling"])
+    settings = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
+    levels = load.levels(cfg["rates"])
+    for key in ("rounds", "cost_repeats", "cost_context"):
+        if cfg[key] is not None and cfg[key] < 1:
+            raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
+    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
+    model, out_dir, rows = cfg["model"], Path(cfg["out_dir"]), cfg["max_batch_size"]
+    if cfg["resume"]:
+        raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
+    track.refuse_taken(out_dir, resume=False)
+    torch.set_num_threads(config.threads(cfg))
+
+    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
+    built, engines = {}, {}
+    for name, speculative in settings.items():
+        try:
+            built[name] = speculative.build(target)
+            engines[name] = Engine(target, *built[name], **shape)
+            tasks.prepare(engines[name], chosen, params)
+        except ValueError as error:
+            raise ValueError(f"run {name!r}: {error}") from None
+    plain = engines[PLAIN]
+    identity = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": tasks.fingerprint(chosen),
+        "sampling": params.model_dump(),
+        "seed": cfg["seed"],
+        "rejection": cfg["rejection"]["name"],
+        "rates": [str(level) for level in levels],
+        "rounds": cfg["rounds"],
+        **shape,
+    }
+    track.claim(out_dir, False, identity)
+    config.save(cfg, out_dir / "config.yaml")
+
+    lengths = [len(tasks.prompt_ids(target.tokenizer, [task.turns[0]], [], task.system)) for task in chosen]
+    context = cfg["cost_context"] or int(np.mean(lengths) + (params.max_tokens or 128) / 2)
+    tables = {}
+    for name, (proposer, _) in built.items():
+        sizes, most = cost.sizes_up_to(rows), proposer.num_speculative_tokens
+        total = len(sizes) * (cfg["cost_repeats"] + 1) * len(cost.lengths_up_to(most))
+        with report.one_bar(f"costs of {name}", total) as advance:
+            table = cost.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
+        tables[name] = table
+        load.warm_up(engines[name])
+    tables = cost.share_verification(tables)
+    for name, table in tables.items():
+        table.save(path := out_dir / f"cost-{name}.json")
+        if settings[name].decides and settings[name].cost_table is None:
+            settings[name] = settings[name].model_copy(update={"cost_table": str(path)})
+
+    def afresh() -> None:
+        """Nothing that a method learned counts twice: the same prompts come again."""
+        for name, (proposer, _) in built.items():
+            getattr(proposer, "reset", lambda: None)()
+            engines[name].policy = settings[name].policy(target, proposer, rows)
+
+    capacity = None
+    if any(not isinstance(level, str) for level in levels):
+        first = {PLAIN: load.Record()}
+        piece = tasks.groups(chosen, rows)[:1]
+        for _ in load.take_turns({PLAIN: plain}, first, piece, None, params, cfg["seed"]):
+            pass
+        capacity = len(piece[0]) / first[PLAIN].clock_s
+
+    written = track.Rows(out_dir / "requests.jsonl", keep=False)
+    records = {level: {name: load.Record() for name in engines} for level in levels}
+    total = cfg["rounds"] * len(levels) * len(engines) * len(chosen)
+    with report.one_bar("requests", total) as advance:
+        for number in range(cfg["rounds"]):
+            for level in levels:
+                afresh()
+                pieces = [[task] for task in chosen] if level == "one" else tasks.groups(chosen, rows)
+                rate = None if isinstance(level, str) else level * (capacity or 1.0)
+                turns = load.take_turns(engines, records[level], pieces, rate, params, cfg["seed"], level == "one")
+                for name, task, served, request in turns:
+                    facts = {
+                        "run": name,
+                        "rate": str(level),
+                        "round": number,
+                        "method": settings[name].resolved_method,
+                        "rejection": built[name][1].name,
+                        "num_speculative_tokens": built[name][0].num_speculative_tokens,
+                        "lossless": built[name][1].lossless,
+                        "arrival_s": served.arrival_s,
+                        "added_s": served.added_s,
+                    }
+                    written.add({**track.row_of(task, 1, request, target.tokenizer, facts), "id": request.id})
+                    advance(1, f"rate {level}, {name}")
+    written.close()
+
+    found: dict[str, Any] = {}
+    for name, (proposer, verifier) in built.items():
+        own = {level: records[level][name] for level in levels}
+        base = {level: records[level][PLAIN] for level in levels}
+        merged = [
+            {f"{level} {key}": ids for level in levels for key, ids in side[level].answered.items()} for side in (own, base)
+        ]
+        at = {str(level): numbers(own[level], tables[name]) for level in levels}
+        outputs, said = report.lossless_said(verifier, params.greedy, *merged)
+        plain_speed = (found[PLAIN]["at"] if found else at)[str(levels[-1])]["output_tokens_per_s"]
+        found[name] = {
+            "method": settings[name].resolved_method,
+            "speculative_config": settings[name].model_dump(exclude_none=True),
+            "num_speculative_tokens": proposer.num_speculative_tokens,
+            "num_speculative_tokens_said": k_said(settings[name], proposer.num_speculative_tokens),
+            "lossless": verifier.lossless,
+            "outputs": outputs,
+            "outputs_said": said,
+            "gain_low": stats.ratio_of_sums(base[levels[0]].end_to_end(), own[levels[0]].end_to_end()),
+            "gain_high": at[str(levels[-1])]["output_tokens_per_s"] / plain_speed,
+            "at": at,
+        }
+    summary = identity | {
+        "plain": PLAIN,
+        "levels": [str(level) for level in levels],
+        "plain_requests_per_s": capacity,
+        "num_requests": len(chosen),
+        "cost_context": context,
+        "environment": track.environment(),
+        "runs": found,
+    }
+    track.write_json(out_dir / "choose.json", summary)
+    title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg['task']['name']}"
+    report.plot_choose(summary, title, out_dir / "choose.png")
+    report.show(*report.choose_tables(summary, title), "")
+    print(report.markdown(*report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
+    gains = {"low": lambda own: own["gain_low"]["ratio"], "high": lambda own: own["gain_high"]}
+    for what, gain in gains.items():
+        best = max(found, key=lambda name, gain=gain: gain(found[name]))
+        report.show(f"fastest at the {what} rate: {best}, {gain(found[best]):.2f}")
+    for name, own in found.items():
+        if own["outputs_said"].startswith("NO"):
+            report.show(f"warning: {name}: {own['outputs_said']}")
+    report.show(f"written to {out_dir}")
+    return summary
+
+
+def numbers(record: Any, table: Any) -> dict[str, Any]:
+    """What came of a run at a rate, next to what the costs of its steps predict."""
+    from specdec import cost, stats
+
+    seconds = sum(step.draft_s + step.verify_s for step in record.steps)
+    predicted = cost.predicted_seconds(record.steps, table)
+    emitted = sum(int(step.emitted_B.sum()) for step in record.steps)
+    return stats.under_load(record.served) | {
+        "decode_tokens_per_s": emitted / seconds if seconds else None,
+        "predicted_tokens_per_s": emitted / predicted if predicted else None,
+        "measured_over_predicted": predicted / seconds if seconds else None,
+    }
+
+
+def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The object of every run by its name, plain decoding first. ValueError, one line, for what is not known."""
+    from specdec import method
+    from specdec.core import nearest
+
+    known = [name for name in method.names() if name != "extract_hidden_states"]
+    given, checkpoints = cfg["methods"], cfg["checkpoints"] or {}
+    if not isinstance(given, list):
+        raise ValueError(f"methods={given!r} must be a list, such as [none,ngram]")
+    for name in [*given, *checkpoints]:
+        if name not in known:
+            raise ValueError(f"methods: no method {name!r}; {nearest(str(name), known)}")
+    if len(set(given)) < len(given):
+        raise ValueError(f"methods={given}: one of them stands there twice; name variants in runs=")
+
+    def settings(name: str) -> dict[str, Any]:
+        own = {key: value for key, value in config.read(config.CONF / f"method/{name}.yaml").items() if key != "name"}
+        if name in checkpoints:
+            if "model" not in own:
+                raise ValueError(f"checkpoints: method {name!r} takes none; leave it out")
+            own["model"] = str(checkpoints[name])
+        return {key: value for key, value in own.items() if value is not None} | {"method": name}
+
+    found = {name: settings(name) for name in dict.fromkeys([PLAIN, *given, *checkpoints])}
+    for name in given:
+        if name in ("eagle", "eagle3", "peagle", "mlp", "pard") and "model" not in found[name]:
+            raise ValueError(f"methods: {name!r} drafts with a trained drafter; give checkpoints={{{name}: DIR}}")
+    for name, own in (cfg["runs"] or {}).items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)) or name in found:
+            why = "is a run already" if name in found else "may have letters, digits, '.', '_' and '-' only"
+            raise ValueError(f"runs: the name {name!r} {why}; give another")
+        if not isinstance(own, dict) or own.get("method") not in known:
+            said = own.get("method") if isinstance(own, dict) else own
+            raise ValueError(f"runs: {name!r} needs a method, and has {said!r}; {nearest(str(said), known)}")
+        found[name] = {key: value for key, value in (settings(own["method"]) | own).items() if value is not None}
+    return found
+
+
+def parse(name: str, given: dict[str, Any], rejection: dict[str, Any]) -> Any:
+    """A run's object under the rejection scheme of all; plain decoding has no draft to judge."""
+    from specdec.llm import SpeculativeConfig
+
+    scheme = {key: value for key, value in rejection.items() if value is not None and key != "name"}
+    own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection["name"], **given}
+    try:
+        parsed = SpeculativeConfig.parse(own)
+        parsed.check_policy(parsed.resolved_method)
+    except ValueError as error:
+        raise ValueError(f"run {name!r}: {error}") from None
+    return parsed
+
+
+def k_said(settings: Any, most: int) -> str:
+    """How many tokens are drafted, in a few characters."""
+    if not most:
+        return "-"
+    said = "auto" if settings.num_speculative_tokens == "auto" else str(most)
+    if settings.num_speculative_tokens_per_batch_size is not None:
+        said = f"<= {most}, by batch"
+    return f"{said}, adaptive" if settings.enable_adaptive_verification else said
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="choose")
+def main(cfg: Any) -> None:
+    config.main(run, resumes=False)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("choose")
+    main()

@@ -1,0 +1,155 @@
+"""Decode under load: requests arrive by a random process or a trace, wait for a row, and are timed from when they were due.
+
+    python eval/load.py method=ngram request_rate=0.5
+    python eval/load.py method=suffix request_rate='[[30, 0.2], [30, 2.0], [30, 0.2]]'
+    python eval/load.py method=none arrivals=trace trace=outputs/load-demo-llama-ngram-standard/requests.jsonl
+
+First turns of the tasks only. Writes, line by line while it runs, out_dir/requests.jsonl (a row per finished request) and
+steps.jsonl (a row per step of the engine), and at the end summary.json and load.png, with config.yaml. What had finished when a
+run was interrupted or killed stays readable; after Ctrl-C it is summarised. A run is not resumed: its clock has stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from specdec import load, report, stats, tasks, track
+    from specdec.core import SamplingParams
+    from specdec.engine import Engine
+    from specdec.llm import SpeculativeConfig
+    from specdec.target import CausalLM
+
+    if cfg["checkpoint"] is not None:
+        config.take_checkpoint(cfg)
+    params = SamplingParams(**cfg["sampling"])
+    speculative = SpeculativeConfig.parse(config.speculative(cfg))
+    name, scheme = speculative.resolved_method, speculative.rejection_sample_method
+    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
+    coming = load.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
+    model, out_dir = cfg["model"], Path(cfg["out_dir"])
+    if cfg["resume"]:
+        raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
+    track.refuse_taken(out_dir, resume=False)
+    torch.set_num_threads(config.threads(cfg))
+
+    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    proposer, verifier = speculative.build(target)
+    shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
+    engine = Engine(target, proposer, verifier, **shape)
+    for _, request, _ in load.requests(target, chosen, coming, params, cfg["seed"]):
+        engine.check(request)
+    longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
+    for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
+        tasks.prepare(engine, chosen, own)
+    engine.policy = speculative.policy(target, proposer, cfg["max_batch_size"])
+    identity = {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": tasks.fingerprint(chosen),
+        "sampling": params.model_dump(),
+        "seed": cfg["seed"],
+        "rejection": scheme,
+        "method": name,
+        "speculative_config": speculative.model_dump(exclude_none=True),
+        **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},
+        "request_rate": str(cfg["request_rate"]),
+        **shape,
+    }
+    track.claim(out_dir, False, identity)
+    config.save(cfg, out_dir / "config.yaml")
+    common = {
+        "method": name,
+        "rejection": verifier.name,
+        "num_speculative_tokens": proposer.num_speculative_tokens,
+        "lossless": verifier.lossless,
+    }
+    print("warming up", file=sys.stderr)
+    load.warm_up(engine)
+
+    rows, steps = (track.Rows(out_dir / f"{what}.jsonl", keep=False) for what in ("requests", "steps"))
+    task_of: dict[str, tasks.Task] = {}
+
+    def timed() -> Any:
+        for arrival_s, request, task in load.requests(target, chosen, coming, params, cfg["seed"]):
+            task_of[request.id] = task
+            yield arrival_s, request
+
+    interrupted = False
+    with report.one_bar("requests", len(coming)) as advance:
+
+        def told(turn: load.Turn, _: Any) -> None:
+            steps.add(turn.row())
+            advance(0, f"{turn.waiting} waiting, {turn.running} running")
+
+        sent = load.send(engine, timed(), told)
+        try:
+            for arrival_s, added_s, request in sent:
+                row = track.row_of(task_of.pop(request.id), 1, request, target.tokenizer, common)
+                rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
+                advance()
+        except KeyboardInterrupt:
+            interrupted = True
+            sent.close()
+    rows.close()
+    steps.close()
+
+    served = [track.served_of(row) for row in track.rows_in(out_dir / "requests.jsonl")]
+    if not served:
+        print("interrupted before any request had finished", file=sys.stderr)
+        sys.exit(130)
+    edges: list[float] = []
+    if cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list):
+        for seconds, _ in cfg["request_rate"]:
+            edges.append((edges[-1] if edges else 0.0) + seconds)
+    phases = {}
+    for begin_s, end_s, (_, rate) in zip([0.0, *edges], edges, cfg["request_rate"] if edges else [], strict=False):
+        phases[f"{begin_s:g} to {end_s:g} s at {rate:g}/s"] = stats.under_load(served, begin_s, end_s)
+    busy = sum(turn["wall_s"] for turn in track.rows_in(out_dir / "steps.jsonl"))
+    overall = stats.under_load(served)
+    summary = identity | {
+        "num_speculative_tokens": proposer.num_speculative_tokens,
+        "lossless": verifier.lossless,
+        "num_arrivals": len(coming),
+        "num_unfinished": len(coming) - len(served),
+        "interrupted": interrupted,
+        "busy_share": busy / overall["end_s"],
+        "environment": track.environment(),
+        "overall": overall,
+        "phases": phases,
+    }
+    track.write_json(out_dir / "summary.json", summary)
+    said = cfg["trace"] if cfg["arrivals"] == "trace" else f"{cfg['request_rate']} requests/s"
+    title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
+    plot = report.plot_load(served, track.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
+    report.show(report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
+    if not verifier.lossless:
+        report.show(f"lossless: NO, {verifier.name} does not keep the target's law")
+    if cfg["logger"]["name"] == "wandb":
+        logged = list(track.rows_in(out_dir / "requests.jsonl"))
+        where = track.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
+        report.show(f"wandb: {where}")
+    report.show(f"written to {out_dir}")
+    if interrupted:
+        print(f"interrupted: {len(served)} of {len(coming)} requests had finished, and are summarised", file=sys.stderr)
+        sys.exit(130)
+    return summary
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="load")
+def main(cfg: Any) -> None:
+    config.main(run, resumes=False)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("load", *config.its_method())
+    main()

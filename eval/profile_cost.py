@@ -1,0 +1,132 @@
+"""Measure what verifying and drafting cost on this machine, by batch size and length; with the acceptance of a finished run,
+propose how much to draft at each batch size.
+
+    python eval/profile_cost.py method=ngram
+    python eval/profile_cost.py checkpoint=outputs/eagle3_demo-llama-demo acceptance=outputs/demo-llama-eagle3-standard
+    python eval/run.py method=ngram num_speculative_tokens_per_batch_size=outputs/cost-llama-ngram/cost.json max_batch_size=8
+
+Writes out_dir/cost.json, config.yaml and cost.png. Nothing is learned from what is decoded here: prompts are made up.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from specdec import config
+
+
+def run(cfg: dict[str, Any]) -> None:
+    import torch
+
+    from specdec import cost, report, track
+    from specdec.core import SamplingParams
+    from specdec.llm import SpeculativeConfig
+    from specdec.target import CausalLM
+
+    if cfg["checkpoint"] is not None:
+        config.take_checkpoint(cfg)
+    for key in ("max_batch_size", "context", "repeats", "max_draft"):
+        if cfg[key] is not None and cfg[key] < 1:
+            raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
+    speculative = SpeculativeConfig.parse(config.speculative(cfg))
+    name, params = speculative.resolved_method, SamplingParams(**cfg["sampling"])
+    model, out_dir = cfg["model"], Path(cfg["out_dir"])
+    if cfg["resume"]:
+        raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")
+    track.refuse_taken(out_dir, resume=False)
+    before = None if cfg["acceptance"] is None else read_run(Path(cfg["acceptance"]), name)
+    torch.set_num_threads(config.threads(cfg))
+
+    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    proposer, _ = speculative.build(target)
+    most = proposer.num_speculative_tokens
+    dtype = str(target.dtype).removeprefix("torch.")
+    for key, value in (("target", target.name), ("dtype", dtype)):
+        if before is not None and before["summary"].get(key) != value:
+            raise ValueError(f"acceptance={cfg['acceptance']}: a run of {key}={before['summary'].get(key)!r}, not {value!r}")
+    sizes, longest = cost.sizes_up_to(cfg["max_batch_size"]), max(most, cfg["max_draft"] or 0)
+    total = len(sizes) * (cfg["repeats"] + 1) * len(cost.lengths_up_to(longest))
+    with report.one_bar("steps", total) as advance:
+        table = cost.measure(target, proposer, sizes, longest, cfg["context"], cfg["repeats"], params, advance)
+    table = replace(table, about={**table.about, "method": name, "environment": track.environment()})
+
+    parts, proposal = list[Any](report.cost_tables(table)), ""
+    if before is not None:
+        stood_K, reach_K, count = survival_of(before, target.max_model_len)
+        if not count:
+            raise ValueError(f"acceptance={cfg['acceptance']}: no step of it had a whole draft; decode more tokens")
+        if len(stood_K) < most:
+            parts.append(
+                f"note: the drafts of {cfg['acceptance']} had K={len(stood_K)}, and nothing is known beyond it, so at most "
+                f"that is proposed; decode with method.num_speculative_tokens={most} to know more"
+            )
+        schedule = cost.best_schedule(table, stood_K, most, reach_K)
+        about = {**table.about, "acceptance": {"survival": stood_K, "reach": reach_K, "num_steps": count}}
+        table = replace(table, schedule=schedule, about=about)
+        parts.append(report.schedule_table(table, cost.tokens_per_s(table, stood_K, most, reach_K)))
+        parts.append(f"P(i draft tokens stand), of {count} steps: {' '.join(f'{p:.2f}' for p in stood_K)}")
+        proposal = f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}\n"
+    track.claim(out_dir, False, {"profile": cfg["name"]})
+    config.save(cfg, out_dir / "config.yaml")
+    table.save(out_dir / "cost.json")
+    report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")
+    report.show(*parts)
+    print(proposal, end="")  # as it is: to be copied
+    report.show(f"written to {out_dir / 'cost.json'}")
+
+
+def read_run(directory: Path, method: str) -> dict[str, Any]:
+    """Summary and rows of a run of eval/run.py. ValueError if its acceptance says nothing about this method."""
+    from specdec import track
+
+    what = f"acceptance={directory}"
+    try:
+        summary = json.loads((directory / "summary.json").read_text())
+        rows = list(track.rows_in(directory / "requests.jsonl"))
+    except OSError:
+        raise ValueError(f"{what}: not the out_dir of a finished eval/run.py") from None
+    except ValueError as error:
+        raise ValueError(f"{what}: cannot be read ({error})") from None
+    if summary.get("method") != method:
+        raise ValueError(f"{what}: a run of method {summary.get('method')!r}, not {method!r}; give one of the same method")
+    settings = summary.get("speculative_config", {})
+    for key in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
+        if settings.get(key):
+            raise ValueError(f"{what}: its drafts were cut by {key}; give a run without it")
+    if settings.get("num_speculative_tokens") == "auto":
+        raise ValueError(f"{what}: its K was chosen step by step; give a run with a number as num_speculative_tokens")
+    if not summary.get("lossless", True):
+        raise ValueError(
+            f"{what}: its acceptance is that of {summary.get('rejection')}, not the drafter's; give a lossless run"
+        )
+    if not rows:
+        raise ValueError(f"{what}: no requests in it")
+    return {"summary": summary, "rows": rows}
+
+
+def survival_of(run: dict[str, Any], max_model_len: int) -> tuple[list[float], list[float], int]:
+    """`stats.survival` of a run's rows."""
+    from specdec import stats, track
+
+    limit = run["summary"].get("max_model_len") or max_model_len
+    budgets = []
+    for row in run["rows"]:
+        room = limit - row["num_prompt_tokens"]
+        budgets.append(min(room, row["sampling"]["max_tokens"] or room))
+    num_draft = run["summary"]["num_speculative_tokens"]
+    return stats.survival([track.stats_of(row) for row in run["rows"]], budgets, num_draft)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="profile_cost")
+def main(cfg: Any) -> None:
+    config.main(run, resumes=False)(cfg)
+
+
+if __name__ == "__main__":
+    config.check_command_line("profile_cost", *config.its_method())
+    main()
