@@ -24,6 +24,7 @@ from specdec.core import Draft
 from specdec.cost import CostTable
 
 AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
+FREE = 0.03  # of a plain step: drafts that take less time are not worth deciding about before they are there
 EXPLORE = 32  # a row that was given no draft for so many steps gets one token
 FORGET = 0.8  # per step, what a row remembers of its acceptance
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0
@@ -269,6 +270,11 @@ class Adaptive:
             self.stood += PRIOR_ACCEPTANCE * (PRIOR_WEIGHT - self.judged)
             self.judged = PRIOR_WEIGHT
         self.made_B = np.zeros(0, dtype=np.int64)
+
+
+def drafts_are_free(table: CostTable, most: int) -> bool:
+    """Whether drafting costs next to nothing, as looking up does, so that only verification is to be weighed."""
+    return table.draft([most]) < FREE * float(table.verify(1, 1))
 
 
 def causal_count(worth_N: np.ndarray, price_N: np.ndarray) -> int:

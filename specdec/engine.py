@@ -479,7 +479,8 @@ class Engine:
             self.proposer.end(int(row), self.hidden_R[row])
         self.begun_R[row] = False
         self.request_R[row] = None
-        self.prompt_R[row] = self.cached_R[row] = self.length_R[row] = self.step_R[row] = self.most_R[row] = 0
+        for of_row in (self.prompt_R, self.cached_R, self.length_R, self.step_R, self.most_R, self.stood_R):
+            of_row[row] = 0
 
     # ---------------------------------------------------------------- small things
 

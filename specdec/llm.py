@@ -206,6 +206,8 @@ class SpeculativeConfig(Checked):
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
             table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size))
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
+        if auto and proposer.num_evidence and adaptive.drafts_are_free(table, most):
+            auto, trims = False, True  # the draft itself is looked at before its length is chosen
         proposer.gives_evidence = trims
         return Adaptive(table, most, max_batch_size, auto, trims, proposer.num_evidence, scheduled)
 

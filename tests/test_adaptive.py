@@ -172,6 +172,17 @@ def test_wishes_that_cannot_be(own: dict[str, Any], words: list[str], one_line: 
     one_line(lambda: SamplingParams(speculative_config=own), *words)
 
 
+def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalLM) -> None:
+    """Where drafting costs nothing, auto decides by the draft's evidence; where it costs something, before there is a draft."""
+    for draft, weighed in ((0.0, True), (0.1, False)):
+        costs(adaptive.AUTO_MOST, draft=draft).save(tmp_path / "cost.json")
+        config = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json")))
+        drafting, _ = config.build(target)
+        deciding = config.policy(target, drafting, 1)
+        assert isinstance(deciding, Adaptive)
+        assert (deciding.auto, deciding.trims, drafting.gives_evidence) == (not weighed, weighed, weighed)
+
+
 def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
     engine = Engine(SMALL, drafts_of("noisy", SMALL), scheme("standard"), 1)
     request = Request("7", [0, 1], SamplingParams(speculative_config={"num_speculative_tokens": 4}))
