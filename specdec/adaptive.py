@@ -25,7 +25,7 @@ from specdec.cost import CostTable
 
 AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
 FREE = 0.03  # of a plain step: drafts that take less time are not worth deciding about before they are there
-EXPLORE = 32  # a row that was given no draft for so many steps gets one token
+EXPLORE = 32  # a row of which no draft was judged for so many steps gets one token
 FORGET = 0.8  # per step, what a row remembers of its acceptance
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0
 RATE_FORGET = 0.99
@@ -175,9 +175,7 @@ class Adaptive:
         width = int(most_B.max())
         feature_BK1 = np.repeat(self._recent(rows)[:, None, None], width, 1)
         survival_BK = self.ahead.of(feature_BK1).cumprod(1)
-        length_B = self._best(survival_BK, most_B, len(rows), drafting=True)
-        idle_B = np.array([self.idle_R[row] for row in rows]) >= EXPLORE
-        return np.where(idle_B & (length_B == 0), np.minimum(most_B, 1), length_B)
+        return self._explored(rows, self._best(survival_BK, most_B, len(rows), drafting=True), most_B)
 
     def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         self.made_B = draft.length_B.numpy()
@@ -190,7 +188,13 @@ class Adaptive:
         if draft.evidence_BKF is not None:
             self.feature_BKF[:, :, 1:] = draft.evidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
         survival_BK = self.after.of(self.feature_BKF).cumprod(1)
-        return self._best(survival_BK, self.made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
+        kept_B = self._best(survival_BK, self.made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
+        return self._explored(rows, kept_B, self.made_B)
+
+    def _explored(self, rows: np.ndarray, length_B: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+        """The same, but for one token where none was judged for long: else nothing would be learned any more."""
+        idle_B = np.array([self.idle_R[row] for row in rows]) >= EXPLORE
+        return np.where(idle_B & (length_B == 0), np.minimum(most_B, 1), length_B)
 
     def _best(
         self, survival_BK: np.ndarray, most_B: np.ndarray, num_rows: int, drafting: bool, causal: bool = False

@@ -251,6 +251,17 @@ def test_a_row_that_was_given_up_is_tried_again() -> None:
     assert 2 <= sum(tried) <= 6
 
 
+def test_verification_that_was_given_up_is_tried_again() -> None:
+    deciding = Adaptive(costs(4, 3.0, 0.0), 4, 1, auto=False, trims=True)
+    deciding.begin(0)
+    kept = []
+    for _ in range(3 * adaptive.EXPLORE):
+        draft = Draft(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
+        kept.append(int(deciding.kept(np.array([0]), draft)[0]))
+        deciding.learn(np.array([0]), draft.cut(np.array(kept[-1:])), np.array([0]))
+    assert 2 <= sum(kept) <= 8
+
+
 def test_the_choice_is_the_best_there_is() -> None:
     """Against all choices of lengths, where their costs are linear."""
     rng = np.random.default_rng(1)
