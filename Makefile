@@ -1,6 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Each makes its own virtual environment.
 PYTHON ?= python3
 VENV ?= .venv
+# test files that run at once, each on one thread
+JOBS ?= 2
 RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 export HYDRA_FULL_ERROR ?= 0
@@ -65,7 +67,7 @@ $(FAMILIES:%=$(DRAFTERS)/eval/%/summary.json): $(DRAFTERS)/eval/%/summary.json: 
 
 ## make test        lint, types and tests
 test: $(VENV)/.done lint
-	$(RUN) -m pytest -m "not prove"
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not prove"
 
 lint: $(VENV)/.done
 	$(VENV)/bin/ruff check .
