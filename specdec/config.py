@@ -25,6 +25,7 @@ from specdec import checkpoint
 from specdec.core import nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+_DECIDING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
 _OPEN = ("logit_bias", "template_kwargs", "geometry", "checkpoints", "runs")  # keys whose value is the user's own mapping
 _NULLABLE = (  # numbers, or null for no limit
     "limit", "num_threads", "sampling.max_tokens", "train.max_steps", "train.num_epochs", "train.drafter.draft_vocab_size",
@@ -116,7 +117,7 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
     keys = [override.key_or_group for override in overrides]
     if "speculative_config" in keys:
         for key in keys:
-            if key.split(".")[0] in ("method", "rejection"):
+            if key.split(".")[0] in ("method", "rejection", *_DECIDING):
                 raise ValueError(f"{key}= and speculative_config= say the same thing; leave one of them out")
     groups = [override for override in overrides if (CONF / override.key_or_group).is_dir()]
     for override in groups:
@@ -331,12 +332,7 @@ def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
     """What the config says about the method and the rejection scheme, as vLLM's object: the groups, or the object itself."""
     if cfg["speculative_config"] is not None:
         return cfg["speculative_config"]
-    deciding = {
-        key: cfg.get(key) for key in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
-    }
-    if not deciding["enable_adaptive_verification"]:
-        del deciding["enable_adaptive_verification"]
-    given = {**cfg["method"], **cfg["rejection"], **deciding}
+    given = {**cfg["method"], **cfg["rejection"], **{key: cfg[key] for key in _DECIDING if cfg.get(key) not in (None, False)}}
     settings = {key: value for key, value in given.items() if value is not None and key != "name"}
     return {**settings, "method": cfg["method"]["name"], "rejection_sample_method": cfg["rejection"]["name"]}
 

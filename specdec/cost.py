@@ -120,6 +120,8 @@ def load(path: str | Path) -> CostTable:
             values = np.array(seconds, dtype=float)
             if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
                 raise ValueError(f"{name} must be {shape[0]} x {shape[1]} seconds")
+        if np.min(table.verify_s) <= 0:
+            raise ValueError("verify_s has a step that takes no time")
         if table.batch_sizes[0] < 1 or table.draft_lengths[0] != 0:
             raise ValueError("batch_sizes begin at 1 or more, draft_lengths at 0")
     except (TypeError, ValueError) as error:
@@ -141,12 +143,14 @@ def linear(x: Any, known: Sequence[float], values: Any) -> Any:
 
 
 def _across(rows: int, sizes: Sequence[int], of_size: list[Any]) -> Any:
-    """The two neighbours of a batch size, mixed."""
+    """The two neighbours of a batch size, mixed; beyond the ends no less than at the last size, and no less than its share of
+    the first."""
     if len(sizes) == 1:
         return of_size[0] * rows / sizes[0]
     place = int(np.clip(np.searchsorted(sizes, rows) - 1, 0, len(sizes) - 2))
     share = (rows - sizes[place]) / (sizes[place + 1] - sizes[place])
-    return np.maximum(of_size[place] * (1 - share) + of_size[place + 1] * share, 0.0)
+    least = of_size[-1] if rows > sizes[-1] else of_size[0] * min(rows / sizes[0], 1.0)
+    return np.maximum(of_size[place] * (1 - share) + of_size[place + 1] * share, least * (share < 0 or share > 1))
 
 
 # ---------------------------------------------------------------- measuring
@@ -165,8 +169,7 @@ class _Padded(Silent):
         asked_B, own = context.max_draft_B, self.inner.num_speculative_tokens
         token_BK = context.last_token_B.unsqueeze(1).repeat(1, int(asked_B.max()))
         if own:
-            context.max_draft_B = np.minimum(asked_B, own)
-            made = self.inner.propose(context)
+            made = self.inner.propose(replace(context, max_draft_B=np.minimum(asked_B, own)))
             token_BK[:, : made.token_BK.shape[1]] = made.token_BK
         return Draft(token_BK, torch.from_numpy(asked_B))
 
@@ -209,11 +212,13 @@ def measure(
     longest = max(most or 0, proposer.num_speculative_tokens)
     lengths = lengths_up_to(longest)
     forced, room = _Forced(), (repeats + 1) * sum(k + 1 for k in lengths) + 2
-    context = max(min(context, target.max_model_len - room), 2)
-    if context + room > target.max_model_len:
+    # beyond a drafter's own limit there would be nothing to measure
+    limit = min(target.max_model_len, getattr(proposer, "max_model_len", None) or target.max_model_len)
+    context = max(min(context, limit - room), 2)
+    if context + room > limit:
         raise ValueError(
-            f"measuring takes {room + 2} tokens of a row, and {target.name} holds {target.max_model_len}; "
-            "lower num_speculative_tokens"
+            f"measuring costs of drafts of up to {longest} tokens takes {room + 2} tokens of a row, and max_model_len is "
+            f"{limit}; draft fewer tokens, or give a cost_table"
         )
     base = params or SamplingParams(temperature=0)
     own = base.model_copy(update={"max_tokens": room, "ignore_eos": True, "stop": [], "min_tokens": 0})
@@ -238,6 +243,7 @@ def measure(
         draft.append(rising([faster_half([step.draft_s for step in own]) for own in steps]))
         engine.clear()
     getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
+    verify, draft = ([list(row) for row in zip(*map(rising, zip(*of, strict=True)), strict=True)] for of in (verify, draft))
     about = identity(target, proposer) | {
         "context": context,
         "repeats": repeats,

@@ -102,6 +102,8 @@ class SpeculativeConfig(Checked):
         for key, idle in _NOT_BUILT.items():
             if key in values and values.pop(key) not in idle:
                 raise ValueError(f"speculative_config key {key!r}: this feature is not built yet; leave the key out")
+        if isinstance(asked := values.get("num_speculative_tokens"), str) and asked != "auto":
+            raise ValueError(f"speculative_config key num_speculative_tokens={asked!r}: give an integer, or 'auto'")
         super().__init__(**values)
 
     @classmethod
@@ -181,7 +183,12 @@ class SpeculativeConfig(Checked):
         """K by batch size, in order, if it is given."""
         given = self.num_speculative_tokens_per_batch_size
         if isinstance(given, str):
-            if (found := cost.load(given).schedule) is None:
+            try:
+                found = cost.load(given).schedule
+            except ValueError as error:
+                what = f"num_speculative_tokens_per_batch_size={given!r}"
+                raise ValueError(f"{what} is no list [[first, last, K], ...], and as a file: {error}") from None
+            if found is None:
                 raise ValueError(f"{given} holds no schedule; eval/profile_cost.py proposes one with acceptance=DIR")
             given = found
         return None if given is None else adaptive.check_schedule(given)
@@ -229,7 +236,7 @@ class SpeculativeConfig(Checked):
         if self.num_speculative_tokens == "auto":
             del given["num_speculative_tokens"]
             if name != "suffix":  # whose drafts end by themselves
-                given["num_speculative_tokens"] = 1 if hasattr(method.find(name), "longest") else adaptive.AUTO_MOST
+                given["num_speculative_tokens"] = adaptive.AUTO_MOST
         for key in ("method", "parallel_drafting", *_POLICY, *(key for key in list(given) if key.startswith(_SCHEME))):
             given.pop(key, None)
         if "draft_tensor_parallel_size" not in method.settings(name):
@@ -254,8 +261,12 @@ class SpeculativeConfig(Checked):
                 if key not in given:
                     raise ValueError(f"method {name!r} needs {key}; see conf/method/{name}.yaml")
         if name == "hybrid":
-            parts = [part._settings() for part in self._parts()]
-            given["proposers"] = [{"method": own} | settings for own, settings in parts]
+            given["proposers"] = []
+            for part, own in zip(self._parts(), hybrid.with_model(self.proposers or [], self.model), strict=True):
+                part_name, settings = part._settings()
+                if "num_speculative_tokens" not in own:  # the part takes as many as it can
+                    settings.pop("num_speculative_tokens", None)
+                given["proposers"].append({"method": part_name} | settings)
             given.pop("model", None)  # a part has it now
         return name, given
 
@@ -263,6 +274,11 @@ class SpeculativeConfig(Checked):
         """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
         self.check_processes(target.processes.size)
         name, given = self._settings()
+        for place, part in enumerate(self._parts() if name == "hybrid" else ()):
+            try:
+                part.check_processes(target.processes.size)
+            except ValueError as error:
+                raise ValueError(f"proposers[{place}]: {error}") from None
         scheme, num_draft = self.rejection_sample_method, given.get("num_speculative_tokens")
         scheme_params = {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
         for own in (given, *given.get("proposers", ())):
@@ -275,9 +291,10 @@ class SpeculativeConfig(Checked):
             )
         if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
             rejection.build(scheme, num_draft, **scheme_params)
-        proposer = method.build(name, target, **given)
-        if self.num_speculative_tokens == "auto" and hasattr(proposer, "longest"):
-            proposer.num_speculative_tokens = min(adaptive.AUTO_MOST, proposer.longest or adaptive.AUTO_MOST)
+        if self.num_speculative_tokens == "auto" and num_draft is not None:
+            proposer = method.build_up_to(given.pop("num_speculative_tokens"), name, target, **given)
+        else:
+            proposer = method.build(name, target, **given)
         return proposer, rejection.build(scheme, proposer.num_speculative_tokens, **scheme_params)
 
     def check_policy(self, name: str) -> None:

@@ -137,8 +137,8 @@ def num_started() -> int:
 def join(size: int, device: torch.device) -> Processes:
     """The group of `size` processes that torchrun has started, this one among them. Raises ValueError, one line, if it has
     started another number of them."""
-    if size < 1:
-        raise ValueError(f"tensor_parallel_size={size}: at least 1 is needed")
+    if type(size) is not int or size < 1:
+        raise ValueError(f"tensor_parallel_size={size!r}: a whole number, at least 1 is needed")
     if size == 1:
         return ALONE
     if num_started() != size or "RANK" not in os.environ:

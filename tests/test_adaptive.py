@@ -25,6 +25,12 @@ from specdec.engine import Engine
 from specdec.llm import LLM, SpeculativeConfig
 from specdec.target import CausalLM
 
+
+@pytest.fixture(scope="module")
+def target() -> CausalLM:
+    return CausalLM("tiny", "float32", "cpu")
+
+
 Case = tuple[str, dict[str, Any]]
 DRAFTING = [case for case in methods() if case.values[0][0] not in ("none", "extract_hidden_states")]
 WHAT = "num_speculative_tokens_per_batch_size"
@@ -342,15 +348,59 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
     one_line(lambda: cost.load(tmp_path / "none.json"), "none.json", "cannot be read", "profile_cost")
 
 
-def test_costs_are_measured_on_the_engine() -> None:
-    target = CausalLM("tiny", "float32", "cpu")
-    drafting, _ = SpeculativeConfig(**ngram(5)).build(target)
-    table = cost.measure(target, drafting, [1, 3], context=20, repeats=1)
+def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
+    """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
+    drafting, _ = SpeculativeConfig(**ngram(2)).build(target)
+    table = cost.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
-    seconds = np.array(table.verify_s)
-    assert seconds.shape == (2, 5)
-    assert (seconds > 0).all()
+    for seconds in (np.array(table.verify_s), np.array(table.draft_s)):
+        assert seconds.shape == (2, 5)
+        assert (seconds > 0).all()
+        assert (np.diff(seconds) >= 0).all()
+        assert (np.diff(seconds, axis=0) >= 0).all()
+
+
+def test_costs_of_a_drafter_with_a_short_context(target: CausalLM, one_line: Any) -> None:
+    """Beyond it nothing would be drafted, and drafting would seem free."""
+    given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
+    drafting, _ = SpeculativeConfig(**given, max_model_len=60).build(target)
+    table = cost.measure(target, drafting, [1], repeats=1)
+    assert table.draft_s[0][3] > 2 * table.draft_s[0][0] + 1e-4
+    drafting, _ = SpeculativeConfig(**given, max_model_len=10).build(target)
+    one_line(lambda: cost.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
+
+
+def test_a_table_never_says_nothing() -> None:
+    """Rows that were measured faster than fewer rows do not lead to steps that take no time."""
+    table = CostTable([2, 4], [0, 3], [[0.010, 0.011], [0.008, 0.009]], [[0.0, 0.001]] * 2, {})
+    assert float(table.verify(8, 8)) >= 0.008
+    assert float(table.verify(64, 64)) >= 0.008
+    assert float(table.verify(1, 1)) >= 0.005
+
+
+@pytest.mark.parametrize("own", ["Wide", "Stubborn"])
+def test_a_class_of_ones_own_may_ignore_the_limit(own: str, target: CausalLM) -> None:
+    """Under every policy, and while costs are measured."""
+    for more in ({"num_speculative_tokens": "auto"}, {"num_speculative_tokens": 3, "enable_adaptive_verification": True}):
+        given = {"method": "custom_class", "model": f"{__name__}.{own}", **more}
+        llm = LLM("tiny", dtype="float32", device="cpu", max_batch_size=2, speculative_config=given)
+        outputs = llm.generate(["ab", "cde"], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+        plain = LLM("tiny", dtype="float32", device="cpu").generate(
+            ["ab", "cde"], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
+        )
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+
+
+class Wide:
+    def propose(self, context: Context) -> list[list[int]]:
+        return [[1] * 12 for _ in context.rows]
+
+
+class Stubborn:
+    def propose(self, context: Context) -> Draft:
+        rows = len(context.rows)
+        return Draft(torch.ones(rows, 9, dtype=torch.int64), torch.full((rows,), 9))
 
 
 def test_noise_is_taken_out_of_costs() -> None:
@@ -372,11 +422,6 @@ def test_the_best_schedule() -> None:
 
 
 # ------------------------------------------------------------------------------------------- settings
-
-
-@pytest.fixture(scope="module")
-def target() -> CausalLM:
-    return CausalLM("tiny", "float32", "cpu")
 
 
 def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:

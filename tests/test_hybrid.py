@@ -315,3 +315,13 @@ def test_a_part_is_told_what_stood_of_its_own_drafts() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     assert len(list(engine.run([Request(str(i), text(3 + i, 12), params, seed=i) for i in range(6)]))) == 6
     assert all(set(part.told) == {0, 1, 2, 3} for part in parts)
+
+
+def test_a_part_drafts_as_much_as_it_can() -> None:
+    """A drafter that was made for fewer tokens than the whole's K drafts these, unless it was told another number."""
+    mlp = LEARNED["mlp"] | {"model": "fresh"}
+    for most in (2, 5):
+        proposer = build(NGRAM, mlp, num_speculative_tokens=most)
+        assert [turn.proposer.num_speculative_tokens for turn in proposer.turns] == [most, min(most, 3)]
+    with pytest.raises(ValueError, match=r"proposers\[1\]: num_speculative_tokens=4, .* n_predict=3"):
+        build(NGRAM, mlp | {"num_speculative_tokens": 4}, num_speculative_tokens=5)

@@ -50,3 +50,12 @@ def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
     if "target" in inspect.signature(find(name)).parameters:
         kwargs["target"] = target
     return find(name)(**kwargs)
+
+
+def build_up_to(most: int, name: str, target: CausalLM, **kwargs: Any) -> Proposer:
+    """As `build`, for drafts of so many tokens; of fewer, if the drafter was made for fewer."""
+    if not hasattr(find(name), "longest"):
+        return build(name, target, num_speculative_tokens=most, **kwargs)
+    proposer: Any = build(name, target, num_speculative_tokens=1, **kwargs)
+    proposer.num_speculative_tokens = min(most, proposer.longest or most)
+    return proposer

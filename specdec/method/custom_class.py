@@ -75,8 +75,7 @@ class CustomClass(Silent):
         if int(draft.length_B.max()) > width:
             raise ValueError(f"{self.name}.propose says a draft has {int(draft.length_B.max())} tokens and gives {width}")
         # dropping the end of a draft is safe for losslessness: it does not look at the tokens
-        draft.length_B = draft.length_B.cpu().minimum(torch.from_numpy(context.max_draft_B))
-        return draft
+        return draft.cut(np.minimum(draft.length_B.cpu().numpy(), context.max_draft_B))
 
 
 def load(path: str, available: dict[str, Any]) -> Any:

@@ -27,7 +27,8 @@ from specdec.target import CausalLM
 
 class Hybrid(Silent):
     """proposers: mappings of `method` and its settings, in the order in which they are asked; num_speculative_tokens: of the
-    whole, and of a part that says none of its own; model: of the one part that takes a model and names none.
+    whole, and of a part that says none of its own (fewer, if it was made for fewer); model: of the one part that takes a model
+    and names none.
 
     Raises ValueError, one line, for parts that cannot be.
     """
@@ -43,14 +44,19 @@ class Hybrid(Silent):
         )
         self.turns: list[Turn] = []
         for place, own in enumerate(proposers):
-            settings = {"num_speculative_tokens": num_speculative_tokens} | own
-            name, most = settings.pop("method"), settings["num_speculative_tokens"]
+            settings = dict(own)
+            name, most = settings.pop("method"), settings.get("num_speculative_tokens")
             refuse(name)
-            if most > num_speculative_tokens:
-                raise ValueError(
-                    f"proposers[{place}]: num_speculative_tokens={most} is over the whole's {num_speculative_tokens}; lower it"
-                )
-            self.turns.append(Turn(self.parts[place], method.build(name, target, **settings)))
+            try:
+                if most is None:
+                    proposer = method.build_up_to(num_speculative_tokens, name, target, **settings)
+                elif most > num_speculative_tokens:
+                    raise ValueError(f"num_speculative_tokens={most} is over the whole's {num_speculative_tokens}; lower it")
+                else:
+                    proposer = method.build(name, target, **settings)
+            except ValueError as error:
+                raise ValueError(f"proposers[{place}]: {error}") from None
+            self.turns.append(Turn(self.parts[place], proposer))
         self.vocab_size = target.vocab_size
         self.last_R: dict[int, Turn] = {}  # who made the row's last draft
         self.compose()
@@ -68,6 +74,11 @@ class Hybrid(Silent):
         # of every part a column that says that the draft is its, then its own numbers: one regression serves all
         self.first_evidence = np.cumsum([0, *(1 + turn.proposer.num_evidence for turn in self.turns)]).tolist()
         self.num_evidence = self.first_evidence[-1]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The shortest of the parts'."""
+        return min((own for turn in self.turns if (own := getattr(turn.proposer, "max_model_len", None))), default=None)
 
     @property
     def gives_evidence(self) -> bool:
