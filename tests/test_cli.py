@@ -388,6 +388,12 @@ ODDITIES = [
     (("num_threads=-1",), "num_threads=-1"),
     (("method.num_speculative_tokens=5000",), "5000"),
     (("method=suffix", 'speculative_config={"method": "ngram", "num_speculative_tokens": 3}'), "speculative_config"),
+    (
+        ('speculative_config={"method": "ngram", "num_speculative_tokens": 3}', "enable_adaptive_verification=true"),
+        "enable_adaptive_verification= and speculative_config=",
+    ),
+    (("method.num_speculative_tokens=auo",), "must be a number, or auto"),
+    (("num_speculative_tokens_per_batch_size=[[2,4,1]]",), "first batch size must be 1"),
 ]
 
 
