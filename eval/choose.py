@@ -192,12 +192,19 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     from specdec.core import nearest
 
     known = [name for name in method.names() if name != "extract_hidden_states"]
+    for key, form in (("checkpoints", "{eagle3: DIR}"), ("runs", "{a: {method: ngram}}")):
+        if not isinstance(cfg[key], dict | None):
+            raise ValueError(f"{key}={cfg[key]!r} must be a mapping, such as {key}='{form}'")
     given, checkpoints = cfg["methods"], cfg["checkpoints"] or {}
     if not isinstance(given, list):
         raise ValueError(f"methods={given!r} must be a list, such as [none,ngram]")
-    for name in [*given, *checkpoints]:
-        if name not in known:
-            raise ValueError(f"methods: no method {name!r}; {nearest(str(name), known)}")
+    for key, names in (("methods", given), ("checkpoints", checkpoints)):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{key}: no method {name!r}; {nearest(str(name), known)}")
+    for name, directory in checkpoints.items():
+        if directory is None or isinstance(directory, list | dict):
+            raise ValueError(f"checkpoints: {name} has {directory!r}; give the directory of a drafter, {{{name}: DIR}}")
     if len(set(given)) < len(given):
         raise ValueError(f"methods={given}: one of them stands there twice; name variants in runs=")
 
@@ -217,6 +224,8 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)) or name in found:
             why = "is a run already" if name in found else "may have letters, digits, '.', '_' and '-' only"
             raise ValueError(f"runs: the name {name!r} {why}; give another")
+        if isinstance(own, str) and own in known:
+            raise ValueError(f"runs: {name!r} has {own!r}, and must be a mapping; write {{{name}: {{method: {own}}}}}")
         if not isinstance(own, dict) or own.get("method") not in known:
             said = own.get("method") if isinstance(own, dict) else own
             raise ValueError(f"runs: {name!r} needs a method, and has {said!r}; {nearest(str(said), known)}")

@@ -12,6 +12,7 @@ run was interrupted or killed stays readable; after Ctrl-C it is summarised. A r
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,12 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             task_of[request.id] = task
             yield arrival_s, request
 
-    interrupted = False
+    interrupted, began, num_not_due = False, 0.0, 0
     with report.one_bar("requests", len(coming)) as advance:
 
         def told(turn: load.Turn, _: Any) -> None:
+            nonlocal began
+            began = engine.now() - turn.at_s
             steps.add(turn.row())
             advance(0, f"{turn.waiting} waiting, {turn.running} running")
 
@@ -98,7 +101,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
         except KeyboardInterrupt:
-            interrupted = True
+            interrupted, stopped_s = True, engine.now() - began
+            num_not_due = sum(arrival.at_s > stopped_s for arrival in coming)
             sent.close()
     rows.close()
     steps.close()
@@ -107,20 +111,18 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if not served:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(130)
-    edges: list[float] = []
-    if cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list):
-        for seconds, _ in cfg["request_rate"]:
-            edges.append((edges[-1] if edges else 0.0) + seconds)
-    phases = {}
-    for begin_s, end_s, (_, rate) in zip([0.0, *edges], edges, cfg["request_rate"] if edges else [], strict=False):
-        phases[f"{begin_s:g} to {end_s:g} s at {rate:g}/s"] = stats.under_load(served, begin_s, end_s)
+    changing = cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list)
+    rates = load.phases(cfg["request_rate"]) if changing else []
+    edges = list(accumulate(seconds for seconds, _ in rates))
+    phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg["num_requests"])
     busy = sum(turn["wall_s"] for turn in track.rows_in(out_dir / "steps.jsonl"))
     overall = stats.under_load(served)
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
         "lossless": verifier.lossless,
         "num_arrivals": len(coming),
-        "num_unfinished": len(coming) - len(served),
+        "num_unfinished": len(coming) - num_not_due - len(served),  # were due, but not through when it was interrupted
+        "num_not_due": num_not_due,
         "interrupted": interrupted,
         "busy_share": busy / overall["end_s"],
         "environment": track.environment(),
@@ -140,7 +142,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         report.show(f"wandb: {where}")
     report.show(f"written to {out_dir}")
     if interrupted:
-        print(f"interrupted: {len(served)} of {len(coming)} requests had finished, and are summarised", file=sys.stderr)
+        later = f", {num_not_due} were not due yet" if num_not_due else ""
+        print(f"interrupted: {len(served)} of {len(coming)} requests had finished, and are summarised{later}", file=sys.stderr)
         sys.exit(130)
     return summary
 

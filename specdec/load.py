@@ -26,6 +26,8 @@ from specdec.target import CausalLM
 from specdec.tasks import Task, prompt_ids, request_id
 
 KINDS = ("poisson", "trace")
+MOST = 1_000_000  # arrivals of a run: they are listed before it begins
+YEAR_S = 365 * 86400.0  # no arrival is later: what is meant are seconds from the start, and sleeping has a limit too
 Phases = list[tuple[float, float]]  # seconds, requests per second
 
 
@@ -68,9 +70,13 @@ def phases(request_rate: Any) -> Phases:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
+@np.errstate(over="ignore")  # what is too late to be told is inf
 def poisson(request_rate: Phases, count: int | None, seed: int) -> list[Arrival]:
     """Arrivals of a Poisson process whose rate changes from phase to phase; the same noise at every rate.
 
@@ -98,26 +104,33 @@ def poisson(request_rate: Phases, count: int | None, seed: int) -> list[Arrival]
 def trace(path: Path | str) -> list[Arrival]:
     """Arrivals of a JSON-lines file, in order of time: `arrival_s` and, optionally, `id` and `max_tokens`; other keys are not
     looked at, so that a former run's requests.jsonl is a trace too. A malformed line is a ValueError with its number."""
+    if not isinstance(path, str | Path):
+        raise ValueError(f"trace={path!r} must be the path of a file; where that is its name, trace=./{path}")
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"trace={path}: no such file; give JSON lines with arrival_s, or the requests.jsonl of eval/load.py")
     found: list[Arrival] = []
     seen: set[str] = set()
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
+    lines = path.read_bytes().split(b"\n")  # the last is empty, or a run was killed within it
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            if number == len(lines) and error.reason == "unexpected end of data":
+                break
+            raise ValueError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
         except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                break  # a run that was killed within a line
+            if number == len(lines):
+                break
             raise ValueError(f"{where}: not JSON ({str(error)[:80]})") from None
         at = row.get("arrival_s") if isinstance(row, dict) else None
         if not _is_number(at) or not 0 <= at < math.inf:
             raise ValueError(f"{where}: needs 'arrival_s', seconds from 0 on, and has {at!r}")
+        if at > YEAR_S:
+            raise ValueError(f"{where}: arrival_s={at!r} is over a year; give seconds from the start of the run")
         name, most = row.get("id"), row.get("max_tokens")
         if most is not None and (type(most) is not int or most < 1):
             raise ValueError(f"{where}: max_tokens={most!r} must be a number from 1 on")
@@ -137,27 +150,51 @@ def arrivals(kind: str, request_rate: Any, path: Any, count: int | None, num_tas
         raise ValueError(f"arrivals={kind}: no such process; {nearest(str(kind), KINDS)}")
     if count is not None and count < 1:
         raise ValueError(f"num_requests={count}: at least 1 is needed; null means one for each task")
+    if count is not None and count > MOST:
+        raise ValueError(f"num_requests={count}: {MOST} are the most; lower it")
     if kind == "trace":
         if path is None:
             raise ValueError("arrivals=trace needs trace=FILE, JSON lines with arrival_s")
-        return trace(path)[:count]
+        found = trace(path)[:count]
+        if len(found) > MOST:
+            raise ValueError(f"trace={path}: {len(found)} requests would come, and {MOST} are the most; give num_requests=")
+        return found
     if path is not None:
         raise ValueError(f"trace={path} is for arrivals=trace; leave it out, or say arrivals=trace")
     rate = phases(request_rate)
     endless = math.isinf(rate[0][0])
-    return poisson(rate, count or num_tasks if endless else count, seed)
+    expected = num_tasks if endless else sum(seconds * per_s for seconds, per_s in rate)
+    if count is None and expected > MOST:
+        lower = "limit" if endless else "its rates or seconds"
+        raise ValueError(
+            f"request_rate={request_rate}: about {expected:.7g} requests would come, and {MOST} are the most; "
+            f"lower {lower}, or give num_requests="
+        )
+    found = poisson(rate, count or num_tasks if endless else count, seed)
+    if found[-1].at_s > YEAR_S:
+        raise ValueError(
+            f"request_rate={request_rate}: the last of {len(found)} requests would come after {found[-1].at_s:.3g} s, over a "
+            "year; raise it, or give a lower num_requests="
+        )
+    return found
 
 
 def requests(
     target: CausalLM, tasks: Sequence[Task], arrivals: Sequence[Arrival], params: SamplingParams, seed: int
 ) -> Iterator[tuple[float, Request, Task]]:
     """(arrival_s, request, task) in order, made one by one. Request i asks the first turn of task i, beginning again after the
-    last: then with '#2' behind its id, and so another seed."""
+    last: then with '#2' behind its id, and so another seed. Where a trace has given that name to another, the next number."""
+    given = {arrival.id for arrival in arrivals if arrival.id}
+    last = [0] * len(tasks)
     prompts = [prompt_ids(target.tokenizer, [task.turns[0]], [], task.system) for task in tasks]
     for i, arrival in enumerate(arrivals):
         again, place = divmod(i, len(tasks))
         task = tasks[place]
-        name = arrival.id or request_id(task, 1) + (f"#{again + 1}" if again else "")
+        name = arrival.id or ""
+        if not name:
+            last[place] = max(last[place], again) + 1
+            while (name := request_id(task, 1) + (f"#{last[place]}" if last[place] > 1 else "")) in given:
+                last[place] += 1
         own = params if arrival.max_tokens is None else params.model_copy(update={"max_tokens": arrival.max_tokens})
         number = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
         yield arrival.at_s, Request(name, prompts[place], own, number, task.category), task

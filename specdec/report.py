@@ -112,7 +112,11 @@ def one_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
             if said is not None:
                 bars.update(place, said=said)
 
-        yield advance
+        try:
+            yield advance
+        except ValueError:  # what could not begin ends with one line, and no empty bar above it
+            bars.update(place, visible=bool(bars.tasks[0].completed))
+            raise
 
 
 @contextlib.contextmanager

@@ -316,6 +316,22 @@ def under_load(served: Sequence[Served], begin_s: float = 0.0, end_s: float | No
     }
 
 
+def by_phase(served: Sequence[Served], phases: Sequence[tuple[float, float]], cut: bool) -> dict[str, dict[str, Any]]:
+    """`under_load` for each of the (seconds, requests per second). cut: the requests ended before the phases did, so the last
+    phase ends with the last token, and those after it never were; else a phase lasts although nobody comes any more."""
+    last = max((one.finished_s for one in served), default=0.0)
+    found, begin_s = {}, 0.0
+    for seconds, rate in phases:
+        end_s = begin_s + seconds
+        if cut and begin_s >= last:
+            break
+        ends = cut and last < end_s
+        own = under_load(served, begin_s, None if ends else end_s)
+        found[f"{begin_s:g} to {round(last, 3) if ends else end_s:g} s at {rate:g}/s"] = own
+        begin_s = end_s
+    return found
+
+
 def ratio_of_sums(base: Sequence[float], own: Sequence[float], seed: int = 0) -> dict[str, float]:
     """sum(base) / sum(own) of paired numbers, such as seconds of the same requests, with a 95 % bootstrap interval over pairs
     (2000 resamples, seeded)."""

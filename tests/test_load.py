@@ -98,6 +98,8 @@ def test_a_trace(tmp_path: Path) -> None:
         ("[1]\n", ["line 2", "arrival_s"]),
         ({"arrival_s": 1, "id": "a"}, ["line 2", "'a'", "unique"]),
         ({"arrival_s": 1, "max_tokens": 0}, ["line 2", "max_tokens=0"]),
+        ({"arrival_s": 1.7e9}, ["line 2", "over a year", "from the start"]),
+        ({"arrival_s": 10**400}, ["line 2", "arrival_s"]),
     ],
 )
 def test_a_malformed_trace(line: Any, words: list[str], tmp_path: Path) -> None:
@@ -106,6 +108,27 @@ def test_a_malformed_trace(line: Any, words: list[str], tmp_path: Path) -> None:
         load.trace(path)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
+
+
+def test_a_trace_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_bytes('{"arrival_s": 0, "id": "a\u2028b"}\n{"arrival_s": 1, "id": "ü"}\n'.encode())
+    assert [a.id for a in load.trace(path)] == ["a\u2028b", "ü"], "a line ends with a newline only"
+    path.write_bytes(b'{"arrival_s": 0}\n{"id": "\xfc", "arrival_s": 1}\n')
+    with pytest.raises(ValueError, match=r"t, line 2: byte 9 is not UTF-8"):
+        load.trace(path)
+    path.write_bytes('{"arrival_s": 0}\n{"id": "ü'.encode()[:-1])
+    assert len(load.trace(path)) == 1, "killed within a character"
+
+
+def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path: Path) -> None:
+    chosen, params = tasks.load(short_tasks(tmp_path / "t", 2)), SamplingParams(max_tokens=5)
+    given = [None, "t0/1", None, None, "t1/1#2", "t0/1#3", None, None, None]
+    at = [Arrival(0.0, name) for name in given]
+    names = [request.id for _, request, _ in load.requests(target, chosen, at, params, 0)]
+    assert [name for name, own in zip(names, given, strict=True) if own] == ["t0/1", "t1/1#2", "t0/1#3"]
+    assert names == ["t0/1#2", "t0/1", "t0/1#4", "t1/1#3", "t1/1#2", "t0/1#3", "t0/1#5", "t1/1#4", "t0/1#6"]
+    assert len(set(names)) == len(names)
 
 
 def test_requests_begin_again_under_other_names_and_seeds(target: CausalLM, tmp_path: Path) -> None:
@@ -164,6 +187,20 @@ def test_a_run_by_hand() -> None:
     assert (early["num_requests"], late["num_requests"]) == (1, 1)
     assert (early["output_tokens_per_s"], late["output_tokens_per_s"]) == (3 / 1.5, 1 / 1.5), "the last come at 3.0, not before"
     assert (early["requests_per_s"], late["requests_per_s"]) == (0, 0)
+
+
+def test_phases_that_num_requests_cuts_short() -> None:
+    served = [Served(at, at, request((1, 1, 2, 0.25, 1))) for at in (0.0, 0.5, 2.25, 2.5)]  # two tokens each, and a first
+    rates = [(1.0, 2.0), (1.0, 0.0), (2.0, 4.0), (5.0, 1.0)]
+    cut, whole = (stats.by_phase(served, rates, cut) for cut in (True, False))
+    assert list(cut) == ["0 to 1 s at 2/s", "1 to 2 s at 0/s", "2 to 2.75 s at 4/s"]
+    assert list(whole) == [*list(cut)[:2], "2 to 4 s at 4/s", "4 to 9 s at 1/s"]
+    ended, lasting = cut["2 to 2.75 s at 4/s"], whole["2 to 4 s at 4/s"]
+    assert (ended["end_s"], ended["output_tokens_per_s"], ended["requests_per_s"]) == (2.75, 6 / 0.75, 2 / 0.75)
+    assert ended["offered_requests_per_s"] == 2 / 0.5, "until the last came"
+    assert (lasting["end_s"], lasting["output_tokens_per_s"], lasting["offered_requests_per_s"]) == (4.0, 6 / 2, 2 / 2)
+    assert cut["0 to 1 s at 2/s"] == whole["0 to 1 s at 2/s"]
+    assert "4 to 9 s at 1/s" not in cut, "it never began"
 
 
 def test_a_phase_in_which_nobody_came() -> None:
@@ -460,7 +497,22 @@ def test_ctrl_c_summarises_what_had_finished(tmp_path: Path) -> None:
     assert summary["interrupted"] is True
     assert (summary["overall"]["num_requests"], summary["num_unfinished"]) == (count, 2000 - count)
     assert f"{count} of 2000" in done.err
+    assert summary["num_not_due"] == 0
     assert (out_dir / "load.png").exists()
+
+
+def test_ctrl_c_tells_what_had_not_come(tmp_path: Path) -> None:
+    path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
+    trace = write_tasks(tmp_path / "trace", [{"arrival_s": 0.0}] * 3 + [{"arrival_s": 3600.0 + i} for i in range(7)])
+    process = start(*TINY, f"task.path={path}", "arrivals=trace", f"trace={trace}", f"out_dir={out_dir}", cwd=tmp_path)
+    wait_for_lines(out_dir / "requests.jsonl", 3, process)
+    process.send_signal(signal.SIGINT)
+    done = ended(process)
+    assert done.code == 130
+    summary = json.loads((out_dir / "summary.json").read_text())
+    assert (summary["num_arrivals"], summary["num_unfinished"], summary["num_not_due"]) == (10, 0, 7)
+    assert "3 of 10" in done.err
+    assert "7 were not due yet" in done.err
 
 
 BAD_LOADS = [
@@ -475,11 +527,16 @@ BAD_LOADS = [
     (("request_rate=[[10,inf]]",), ["rate inf"]),
     (("request_rate=[[10,0]]",), ["no request ever comes"]),
     (("request_rate=[[0.001,0.001]]",), ["longer phases"]),
+    (("request_rate=[[1e9,1e9]]",), ["about 1e+18 requests", "1000000 are the most", "rates or seconds", "num_requests="]),
+    (("request_rate=[[1e300,1e300],[1,1]]",), ["about inf requests", "num_requests="]),
+    (("request_rate=1e-320",), ["request_rate=1e-320", "over a year", "raise it"]),
     (("num_requests=0",), ["num_requests=0", "at least 1"]),
+    (("num_requests=1000001",), ["num_requests=1000001", "1000000 are the most"]),
     (("num_requests=many",), ["num_requests='many'", "a number"]),
     (("arrivals=poison",), ["arrivals=poison", "did you mean 'poisson'?"]),
     (("arrivals=trace",), ["needs trace=FILE"]),
     (("arrivals=trace", "trace=nowhere.jsonl"), ["nowhere.jsonl", "no such file"]),
+    (("arrivals=trace", "trace=5"), ["trace=5 must be the path", "trace=./5"]),
     (("arrivals=trace", "trace=empty.jsonl"), ["empty.jsonl", "no arrivals"]),
     (("trace=empty.jsonl",), ["arrivals=trace"]),
     (("reqest_rate=3",), ["did you mean 'request_rate'?"]),
@@ -536,6 +593,9 @@ def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
     )
     assert "max_batch_size=0" in cli("profile_cost", *where, "max_batch_size=0").error
     assert "not resumed" in cli("profile_cost", *where, "resume=true").error
+    too_long = cli("profile_cost", *where, "max_draft=5000").error
+    assert "max_draft=5000: " in too_long
+    assert "lower max_draft" in too_long
     assert "already holds a run" in cli("profile_cost", *small, f"out_dir={tmp_path / 'c'}").error
     assert "did you mean 'repeats'?" in cli("profile_cost", *where, "repeat=3").error
     assert not (tmp_path / "d").exists()
@@ -609,12 +669,16 @@ BAD_CHOICES = [
     (("methods=ngram",), ["must be a list"]),
     (("methods=[ngram,ngram]",), ["twice", "runs="]),
     (("methods=[eagle3]",), ["checkpoints={eagle3: DIR}"]),
-    (("checkpoints={egle3: there}",), ["did you mean 'eagle3'?"]),
+    (("checkpoints={egle3: there}",), ["checkpoints: no method 'egle3'", "did you mean 'eagle3'?"]),
+    (("checkpoints=nodir",), ["checkpoints='nodir' must be a mapping", "{eagle3: DIR}"]),
+    (("checkpoints={eagle3: null}",), ["eagle3 has None", "{eagle3: DIR}"]),
+    (("runs=[ngram]",), ["runs=['ngram'] must be a mapping", "{a: {method: ngram}}"]),
     (("checkpoints={ngram: there}",), ["takes none"]),
     (("checkpoints={eagle3: /nowhere}",), ["run 'eagle3'", "/nowhere"]),
     (("runs={a: {method: ngram, num_speculativ_tokens: 2}}",), ["run 'a'", "'num_speculative_tokens'?"]),
     (("runs={a: {num_speculative_tokens: 2}}",), ["'a'", "needs a method"]),
-    (("runs={a: ngram}",), ["'a'", "needs a method"]),
+    (("runs={a: ngram}",), ["'a' has 'ngram'", "write {a: {method: ngram}}"]),
+    (("runs={a: ngrm}",), ["'a' needs a method", "did you mean 'ngram'?"]),
     (("runs={ngram: {method: ngram}}",), ["'ngram'", "already"]),
     (("runs={none: {method: none}}",), ["'none'", "already"]),
     (("rates=[one]",), ["two or more"]),
