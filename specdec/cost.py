@@ -218,7 +218,7 @@ def measure(
     if context + room > limit:
         raise ValueError(
             f"measuring costs of drafts of up to {longest} tokens takes {room + 2} tokens of a row, and max_model_len is "
-            f"{limit}; draft fewer tokens, or give a cost_table"
+            f"{limit}; draft fewer tokens (max_draft), repeat less, or give a cost_table"
         )
     base = params or SamplingParams(temperature=0)
     own = base.model_copy(update={"max_tokens": room, "ignore_eos": True, "stop": [], "min_tokens": 0})
