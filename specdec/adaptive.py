@@ -157,7 +157,8 @@ class Adaptive:
         self.idle_R: dict[int, int] = {}  # steps without a draft
         self.stood, self.judged = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT  # of all rows
         self.made: dict[int, list[float]] = {}  # by rows of a step: tokens made, and seconds by the table
-        self.made_B = np.zeros(0, dtype=np.int64)
+        self.paid_B = np.zeros(0, dtype=np.int64)  # tokens of this step whose drafting took time
+        self.paid, self.asked = 1.0, 1.0  # of late: rows with such a draft, and rows with any
         self.feature_BKF = np.zeros((0, 0, 1))
 
     def begin(self, row: int) -> None:
@@ -178,18 +179,21 @@ class Adaptive:
         return self._explored(rows, self._best(survival_BK, most_B, len(rows), drafting=True), most_B)
 
     def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
-        self.made_B = draft.length_B.numpy()
+        made_B = draft.length_B.numpy()
+        self.paid_B = made_B if draft.paid_B is None else draft.paid_B
+        self.paid = RATE_FORGET * self.paid + float((self.paid_B > 0).sum())
+        self.asked = RATE_FORGET * self.asked + float((made_B > 0).sum())
         recent_B, width = self._recent(rows), draft.token_BK.shape[1]
         num_features = 1 if self.after is None else self.after.num_features
         self.feature_BKF = np.zeros((len(rows), width, num_features))
         self.feature_BKF[:, :, 0] = recent_B[:, None]
         if self.after is None or not width:
-            return self.made_B
+            return made_B
         if draft.evidence_BKF is not None:
             self.feature_BKF[:, :, 1:] = draft.evidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
         survival_BK = self.after.of(self.feature_BKF).cumprod(1)
-        kept_B = self._best(survival_BK, self.made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
-        return self._explored(rows, kept_B, self.made_B)
+        kept_B = self._best(survival_BK, made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
+        return self._explored(rows, kept_B, made_B)
 
     def _explored(self, rows: np.ndarray, length_B: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         """The same, but for one token where none was judged for long: else nothing would be learned any more."""
@@ -213,7 +217,8 @@ class Adaptive:
             if drafting:
                 taken_NK = np.zeros((len(worth_N) + 1, len(place_K)), dtype=np.int64)
                 taken_NK[np.arange(1, len(worth_N) + 1), position_N] = 1
-                seconds_N = seconds_N + self.round_KR[place_K, taken_NK.cumsum(0)].sum(1)
+                share = self.paid / max(self.asked, 1e-9)
+                seconds_N = seconds_N + share * self.round_KR[place_K, taken_NK.cumsum(0)].sum(1)
             count = int(np.argmax(np.concatenate([[0.0], worth_N.cumsum()]) - rate * seconds_N))
         return np.bincount(row_N[:count], minlength=len(most_B))
 
@@ -249,9 +254,8 @@ class Adaptive:
     def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
         length_B, num_rows = draft.length_B.numpy(), len(rows)
         self._rate(num_rows)
-        made_B = self.made_B if len(self.made_B) == num_rows else length_B
         made = self.made[num_rows]
-        rows_K = (made_B[:, None] > np.arange(self.most)).sum(0)
+        rows_K = (self.paid_B[:, None] > np.arange(self.most)).sum(0)  # of no row, if nothing was drafted
         seconds = float(self.round_KR[np.arange(self.most), rows_K].sum() + self._verify_seconds(num_rows)[length_B.sum()])
         made[0] = RATE_FORGET * made[0] + float(num_rows + accepted_B.sum())
         made[1] = RATE_FORGET * made[1] + seconds
@@ -273,7 +277,7 @@ class Adaptive:
         if self.judged < PRIOR_WEIGHT:  # nothing was drafted for long
             self.stood += PRIOR_ACCEPTANCE * (PRIOR_WEIGHT - self.judged)
             self.judged = PRIOR_WEIGHT
-        self.made_B = np.zeros(0, dtype=np.int64)
+        self.paid_B = np.zeros(0, dtype=np.int64)
 
 
 def drafts_are_free(table: CostTable, most: int) -> bool:

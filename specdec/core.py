@@ -34,6 +34,7 @@ class Draft:
         proposer's `gives_evidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
         token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
     proposer_B: which part of a composed proposer made each row's draft, by name.
+    paid_B: of a composed proposer, tokens of each row that its costly part drafted, the one that cost tables are of.
     """
 
     token_BK: Tensor
@@ -42,6 +43,7 @@ class Draft:
     parent_BK: Tensor | None = None
     evidence_BKF: Tensor | None = None
     proposer_B: list[str] | None = None
+    paid_B: np.ndarray | None = None
 
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
@@ -72,6 +74,7 @@ class Draft:
             None if self.q_BKV is None else spread(self.q_BKV),
             evidence_BKF=None if self.evidence_BKF is None else spread(self.evidence_BKF),
             proposer_B=names,
+            paid_B=None if self.paid_B is None else spread(torch.from_numpy(self.paid_B)).numpy(),
         )
 
 
@@ -270,7 +273,7 @@ class RequestStats:
 @dataclass
 class Step:
     """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the
-    engine's clock."""
+    engine's clock; paid_B: as in Draft."""
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -279,6 +282,7 @@ class Step:
     draft_s: float
     verify_s: float
     at: float
+    paid_B: np.ndarray | None = None
 
 
 @dataclass

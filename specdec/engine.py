@@ -437,7 +437,7 @@ class Engine:
         if trimmed_B is not None and self.steps is not None:
             drafted_B, draft_s, verify_s = draft.length_B.numpy(), *times
             made_B, stood_B = drafted_B + trimmed_B, np.minimum(accepted_B, count_B)
-            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, now))
+            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, now, draft.paid_B))
         finished = []
         for b, row in enumerate(rows):
             stats = self._request(row).stats

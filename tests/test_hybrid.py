@@ -13,7 +13,7 @@ from table import NUM_DRAFT, TableLM, scheme, with_models
 from test_methods import SLOTS, context, states, text, tiny
 from torch import Tensor
 
-from specdec import method, rejection, report, stats
+from specdec import cost, method, rejection, report, stats
 from specdec.core import Context, Draft, Proposer, Request, RequestStats, SamplingParams, Silent, ragged
 from specdec.engine import LONG_OUT, Engine
 from specdec.llm import SpeculativeConfig
@@ -325,3 +325,17 @@ def test_a_part_drafts_as_much_as_it_can() -> None:
         assert [turn.proposer.num_speculative_tokens for turn in proposer.turns] == [most, min(most, 3)]
     with pytest.raises(ValueError, match=r"proposers\[1\]: num_speculative_tokens=4, .* n_predict=3"):
         build(NGRAM, mlp | {"num_speculative_tokens": 4}, num_speculative_tokens=5)
+
+
+def test_drafts_of_the_costly_part_are_paid_for() -> None:
+    """Costs are of the part that takes a model; a lookup's drafts cost nothing."""
+    proposer = build(NGRAM, LEARNED["eagle3"])
+    assert proposer.costly is proposer.turns[1].proposer
+    draft = proposer.propose(context(proposer, {0: [5, 6, 7, 5, 6], 1: [5, 6, 7, 8, 9]}))
+    assert draft.proposer_B == ["ngram", "eagle3"]
+    assert draft.paid_B is not None
+    assert draft.paid_B.tolist() == [0, int(draft.length_B[1])]
+    assert draft.among(np.array([0, 2]), 3).paid_B.tolist() == [0, 0, int(draft.length_B[1])]  # type: ignore[union-attr]
+    assert build(NGRAM, {"method": "ngram", "prompt_lookup_min": 1}).costly is None
+    table = cost.measure(tiny(), proposer, [1], context=20, repeats=1)
+    assert table.draft_s[0][-1] > 1e-4 + 2 * table.draft_s[0][0]

@@ -43,6 +43,7 @@ class Hybrid(Silent):
             name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}" for place, name in enumerate(names)
         )
         self.turns: list[Turn] = []
+        self.takes_model = ["model" in method.settings(name) for name in names]
         for place, own in enumerate(proposers):
             settings = dict(own)
             name, most = settings.pop("method"), settings.get("num_speculative_tokens")
@@ -74,6 +75,12 @@ class Hybrid(Silent):
         # of every part a column that says that the draft is its, then its own numbers: one regression serves all
         self.first_evidence = np.cumsum([0, *(1 + turn.proposer.num_evidence for turn in self.turns)]).tolist()
         self.num_evidence = self.first_evidence[-1]
+
+    @property
+    def costly(self) -> Proposer | None:
+        """The part whose drafts take time: the last that takes a model."""
+        learned = [turn.proposer for turn, model in zip(self.turns, self.takes_model, strict=True) if model]
+        return learned[-1] if learned else None
 
     @property
     def max_model_len(self) -> int | None:
@@ -145,6 +152,7 @@ class Hybrid(Silent):
         width = max((draft.token_BK.shape[1] for _, _, draft in made), default=0)
         token_BK = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         length_B, names = torch.zeros(num_rows, dtype=torch.int64), [""] * num_rows
+        paid_B, costly = np.zeros(num_rows, dtype=np.int64), self.costly
         q_BKV = evidence_BKF = None
         if any(draft.q_BKV is not None for _, _, draft in made):
             q_BKV = torch.zeros(num_rows, width, self.vocab_size, device=device)
@@ -153,6 +161,8 @@ class Hybrid(Silent):
         for place, rows, draft in made:
             at_B, own = torch.from_numpy(rows).to(device, non_blocking=True), slice(draft.token_BK.shape[1])
             length_B[torch.from_numpy(rows)] = draft.length_B
+            if self.turns[place].proposer is costly:
+                paid_B[rows] = draft.length_B.numpy()
             token_BK[at_B, own] = draft.token_BK
             for b in rows:
                 names[b] = self.parts[place]
@@ -165,7 +175,7 @@ class Hybrid(Silent):
                 evidence_BKF[at_B, own, first] = live_BK.to(evidence_BKF)
                 if draft.evidence_BKF is not None:
                     evidence_BKF[at_B, own, first + 1 : last] = draft.evidence_BKF
-        return Draft(token_BK, length_B, q_BKV, evidence_BKF=evidence_BKF, proposer_B=names)
+        return Draft(token_BK, length_B, q_BKV, evidence_BKF=evidence_BKF, proposer_B=names, paid_B=paid_B)
 
 
 @dataclass
