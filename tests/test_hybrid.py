@@ -331,6 +331,8 @@ def test_drafts_of_the_costly_part_are_paid_for() -> None:
     """Costs are of the part that takes a model; a lookup's drafts cost nothing."""
     proposer = build(NGRAM, LEARNED["eagle3"])
     assert proposer.costly is proposer.turns[1].proposer
+    for row in range(2):
+        begin(proposer, row, [5, 6, 7, 5])
     draft = proposer.propose(context(proposer, {0: [5, 6, 7, 5, 6], 1: [5, 6, 7, 8, 9]}))
     assert draft.proposer_B == ["ngram", "eagle3"]
     assert draft.paid_B is not None
