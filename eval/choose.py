@@ -66,8 +66,6 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "rounds": cfg["rounds"],
         **shape,
     }
-    track.claim(out_dir, False, identity)
-    config.save(cfg, out_dir / "config.yaml")
 
     lengths = [len(tasks.prompt_ids(target.tokenizer, [task.turns[0]], [], task.system)) for task in chosen]
     context = cfg["cost_context"] or int(np.mean(lengths) + (params.max_tokens or 128) / 2)
@@ -79,6 +77,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             table = cost.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
         tables[name] = table
         load.warm_up(engines[name])
+    track.claim(out_dir, False, identity)
+    config.save(cfg, out_dir / "config.yaml")
     tables = cost.share_verification(tables)
     for name, table in tables.items():
         table.save(path := out_dir / f"cost-{name}.json")
