@@ -55,13 +55,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None
     plain = engines[PLAIN]
-    identity = {
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "prompts": tasks.fingerprint(chosen),
-        "sampling": params.model_dump(),
-        "seed": cfg["seed"],
-        "rejection": cfg["rejection"]["name"],
+    identity = track.asked(target, chosen, params, cfg, cfg["rejection"]["name"]) | {
         "rates": [str(level) for level in levels],
         "rounds": cfg["rounds"],
         **shape,

@@ -53,13 +53,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
     engine.policy = speculative.policy(target, proposer, cfg["max_batch_size"])
-    identity = {
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "prompts": tasks.fingerprint(chosen),
-        "sampling": params.model_dump(),
-        "seed": cfg["seed"],
-        "rejection": scheme,
+    identity = track.asked(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
         **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},

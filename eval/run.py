@@ -51,13 +51,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
     proposer, verifier = speculative.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    identity = {
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "prompts": tasks.fingerprint(chosen),
-        "sampling": params.model_dump(),
-        "seed": cfg["seed"],
-        "rejection": scheme,
+    identity = track.asked(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
         "tensor_parallel_size": size,

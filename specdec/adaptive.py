@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import Draft
+from specdec.core import Draft, Steady
 from specdec.cost import CostTable
 
 AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
@@ -55,24 +55,15 @@ def check_schedule(table: Any) -> list[list[int]]:
     return ordered
 
 
-class Scheduled:
+class Scheduled(Steady):
     """K by the number of rows in the step; gaps and what comes after the table's end have the K before them."""
 
     def __init__(self, table: list[list[int]], num_speculative_tokens: int):
         self.first = np.array([entry[0] for entry in table])
         self.num_draft = np.minimum([entry[2] for entry in table], num_speculative_tokens)
 
-    def begin(self, row: int) -> None:
-        pass
-
     def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return np.minimum(most_B, self.num_draft[np.searchsorted(self.first, len(rows), side="right") - 1])
-
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
-        return draft.length_B.numpy()
-
-    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
-        pass
 
 
 class Acceptance:

@@ -412,6 +412,22 @@ class Policy(Protocol):
         """What came of a step: draft as it was verified, and how much of it stood."""
 
 
+class Steady:
+    """Defaults for a policy: all that may be is drafted, and all that is drafted verified; nothing is learned."""
+
+    def begin(self, row: int) -> None:
+        pass
+
+    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+        return most_B
+
+    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        return draft.length_B.numpy()
+
+    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+        pass
+
+
 class Silent:
     """Defaults for a proposer that keeps no cache and asks nothing of the target."""
 

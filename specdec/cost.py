@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec import rejection
-from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent, Step
+from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent, Steady, Step
 from specdec.engine import Clock, Engine
 from specdec.target import CausalLM
 
@@ -174,22 +174,13 @@ class _Padded(Silent):
         return Draft(token_BK, torch.from_numpy(asked_B))
 
 
-class _Forced:
+class _Forced(Steady):
     """A policy that drafts as long as it is told."""
 
     length = 0
 
-    def begin(self, row: int) -> None:
-        pass
-
     def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return np.minimum(most_B, self.length)
-
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
-        return draft.length_B.numpy()
-
-    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
-        pass
 
 
 def measure(

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from specdec import __version__
-from specdec.core import Request
+from specdec.core import Request, SamplingParams
 from specdec.llm import answer_text
 from specdec.stats import RequestStats, Served, request_metrics
-from specdec.tasks import Task, request_id
+from specdec.target import CausalLM
+from specdec.tasks import Task, fingerprint, request_id
 
 MARKER = "run.json"
 _WRITTEN = (  # names that runs write under
@@ -71,6 +72,18 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
         return
     out_dir.mkdir(parents=True, exist_ok=True)
     write_json(marker, identity)
+
+
+def asked(target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dict[str, Any], scheme: str) -> dict[str, Any]:
+    """What runs must have in common to be compared, or to be one run that goes on."""
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "prompts": fingerprint(chosen),
+        "sampling": params.model_dump(),
+        "seed": cfg["seed"],
+        "rejection": scheme,
+    }
 
 
 def write_json(path: Path, value: Any) -> None:
