@@ -52,6 +52,9 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     short = report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
     report.show(report.compare_table(labelled), report.category_table(labelled))
+    for name, summary in labelled.items():
+        if summary["busy"]:
+            report.show(f"{name}: {report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
     out.mkdir(parents=True, exist_ok=True)
     report.show(f"plot: {report.plot_compare(labelled, out / 'compare.png')}")
 
@@ -72,7 +75,8 @@ def read(directory: Path) -> dict:
         summary = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON ({error.msg}); run it again") from None
-    missing = [key for key in (*MUST_AGREE, *SPEED_DEPENDS_ON, "environment", "overall", "categories") if key not in summary]
+    needed = (*MUST_AGREE, *SPEED_DEPENDS_ON, "environment", "busy", "overall", "categories")
+    missing = [key for key in needed if key not in summary]
     if missing:
         raise ValueError(f"{path} lacks {missing[0]!r}; it was not written by this version of eval/run.py")
     return summary

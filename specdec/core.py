@@ -220,8 +220,9 @@ class RequestStats:
 
     drafted, accepted, emitted: tokens; trimmed: tokens that were drafted beside and not verified; draft_s, verify_s: duration
     of the step's draft and verify phases, shared with the request's batch mates; batch_size: rows of the step; wall_s: since
-    the request's tokens before, whatever the engine did meanwhile. `emitted` is accepted + 1, less at a stop. proposer: who
-    made the draft, where a method is composed of several; else the list stays empty.
+    the request's tokens before, whatever the engine did meanwhile; cpu_s: CPU time of this process, all its threads, in both
+    phases: where it falls behind them, others had the machine. `emitted` is accepted + 1, less at a stop. proposer: who made
+    the draft, where a method is composed of several; else the list stays empty.
     The token that prefill yields belongs to no step.
     """
 
@@ -233,10 +234,12 @@ class RequestStats:
     verify_s: list[float] = field(default_factory=list)
     batch_size: list[int] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     proposer: list[str] = field(default_factory=list)
     queue_s: float = 0.0  # from the moment the request was added until it took a row
     time_to_first_token_s: float = 0.0  # from the moment the request took its row
     prefill_s: float = 0.0  # forwards over the prompt, target and drafter
+    prefill_cpu_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
 
     def add(
@@ -250,6 +253,7 @@ class RequestStats:
         trimmed: int = 0,
         wall_s: float | None = None,
         proposer: str | None = None,
+        cpu_s: float | None = None,
     ) -> None:
         self.drafted.append(drafted)
         self.accepted.append(accepted)
@@ -259,6 +263,7 @@ class RequestStats:
         self.verify_s.append(verify_s)
         self.batch_size.append(batch_size)
         self.wall_s.append(draft_s + verify_s if wall_s is None else wall_s)
+        self.cpu_s.append(draft_s + verify_s if cpu_s is None else cpu_s)
         if proposer is not None:
             self.proposer.append(proposer)
 
@@ -272,8 +277,8 @@ class RequestStats:
 
 @dataclass
 class Step:
-    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the
-    engine's clock; paid_B: as in Draft."""
+    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; cpu_s: of both phases, as in
+    RequestStats; at: its end on the engine's clock; paid_B: as in Draft."""
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -281,6 +286,7 @@ class Step:
     emitted_B: np.ndarray
     draft_s: float
     verify_s: float
+    cpu_s: float
     at: float
     paid_B: np.ndarray | None = None
 

@@ -194,6 +194,7 @@ class Engine:
             if last < self.prompt_R[row]:
                 clock.mark()
                 request.stats.prefill_s += sum(clock.seconds())
+                request.stats.prefill_cpu_s += clock.cpu_seconds()
                 continue
             if self.most_R[row] or not self.proposer.num_speculative_tokens:
                 self.proposer.begin(int(row), request)
@@ -433,16 +434,17 @@ class Engine:
                     self.hidden_R[row].append(part[:count])
 
         clock.mark()
-        now, times = self.now(), clock.seconds()
+        now, times, cpu_s = self.now(), clock.seconds(), clock.cpu_seconds()
         if trimmed_B is not None and self.steps is not None:
             drafted_B, draft_s, verify_s = draft.length_B.numpy(), *times
             made_B, stood_B = drafted_B + trimmed_B, np.minimum(accepted_B, count_B)
-            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, now, draft.paid_B))
+            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, cpu_s, now, draft.paid_B))
         finished = []
         for b, row in enumerate(rows):
             stats = self._request(row).stats
             if self.step_R[row] == 1:
                 stats.prefill_s += sum(times)
+                stats.prefill_cpu_s += cpu_s
                 stats.time_to_first_token_s = now - float(self.since_R[row])
             else:
                 draft_s, verify_s = times
@@ -456,6 +458,7 @@ class Engine:
                     trimmed=0 if trimmed_B is None else int(trimmed_B[b]),
                     wall_s=now - float(self.since_R[row]),
                     proposer=None if draft.proposer_B is None else draft.proposer_B[b],
+                    cpu_s=cpu_s,
                 )
                 stats.decode_s += stats.wall_s[-1]
             self.since_R[row] = now
@@ -537,14 +540,17 @@ class Told:
 
 
 class Clock:
-    """Durations between marks. On CUDA a mark is an event in the stream, so that marking never waits for the device."""
+    """Durations between marks, and CPU time of the process from the first to the last. On CUDA a mark is an event in the
+    stream, so that marking never waits for the device; the CPU time is then the host's part alone."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.marks: list[Any] = []
+        self.first_cpu_s = self.last_cpu_s = time.process_time()
         self.mark()
 
     def mark(self) -> None:
+        self.last_cpu_s = time.process_time()
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -558,6 +564,10 @@ class Clock:
             self.marks[-1].synchronize()
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
         return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process, all its threads, from the first mark to the last."""
+        return self.last_cpu_s - self.first_cpu_s
 
 
 def free_memory(device: torch.device) -> int:
