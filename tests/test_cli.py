@@ -599,7 +599,7 @@ def test_the_jobs_of_two_sweeps_compare(sweeps: list[Path], tmp_path: Path, cli:
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
     assert done.code == 0, done.err
     # a line of each table
-    assert all(done.out.count(f"{name}/{i}-") == 2 for name in ("one", "two") for i in (0, 1)), done.out
+    assert all(done.out.count(f"│ {name}/{i}-") == 2 for name in ("one", "two") for i in (0, 1)), done.out
     png = (tmp_path / "both" / "compare.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 10_000
