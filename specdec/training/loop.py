@@ -558,12 +558,12 @@ class _Run:
             _link(self.out_dir / "best", self.directory(self.best["step"]))
 
     def prune(self) -> None:
-        """Remove all checkpoints but the last few and the best; one that is there because the run was stopped counts for
-        nothing once there is a later one."""
+        """Remove all checkpoints but the last few and the best; one that is there because the run was stopped goes as soon as
+        there is a later one."""
         if not self.accelerator.is_main_process:
             return
         found = self.checkpoints()
-        kept = {*[path for path in found if _is_scheduled(path)][-self.settings.keep :], found[-1]}
+        kept = set([path for path in found if path == found[-1] or _is_scheduled(path)][-self.settings.keep :])
         if self.best:
             kept.add(self.directory(self.best["step"]))
         for path in found:
