@@ -6,7 +6,7 @@ JOBS ?= 2
 RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help demo drafter drafters test lint prove bench gpu gpu-wheels
+.PHONY: help demo drafter drafters test lint prove kills bench gpu gpu-wheels
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -77,6 +77,10 @@ lint: $(VENV)/.done
 prove: $(VENV)/.done
 	$(RUN) eval/prove.py
 	$(RUN) -m pytest -m prove
+
+## make kills       20 kills at random moments of everything that writes: nothing lost, and all as in an uninterrupted run
+kills: $(VENV)/.done
+	$(RUN) tests/kills.py
 
 ## make bench       our engine against Hugging Face's, on this machine
 bench: $(VENV)/.done
