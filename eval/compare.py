@@ -8,13 +8,16 @@ Refuses to compare runs whose target, prompts, sampling or rejection differ, unl
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-from typing import Any
+from specdec import script
 
-from specdec import report
-from specdec.config import fail
+with script.one_line():
+    import argparse
+    import json
+    from pathlib import Path
+    from typing import Any
+
+    from specdec import report
+    from specdec.core import writing
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
@@ -26,10 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="where compare.png goes (default: outputs)")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")
     arguments = parser.parse_args()
-    try:
-        compare(arguments.directory, arguments.out, arguments.anyway)
-    except (ValueError, OSError) as error:
-        fail(error)
+    compare(arguments.directory, arguments.out, arguments.anyway)
 
 
 def compare(directories: list[Path], out: Path, anyway: bool) -> None:
@@ -56,7 +56,9 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
         if summary["busy"]:
             report.show(f"{name}: {report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
     out.mkdir(parents=True, exist_ok=True)
-    report.show(f"plot: {report.plot_compare(labelled, out / 'compare.png')}")
+    with writing(out / "compare.png"):
+        plot = report.plot_compare(labelled, out / "compare.png")
+    report.show(f"plot: {plot}")
 
 
 def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
@@ -83,4 +85,5 @@ def read(directory: Path) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    with script.one_line():
+        main()

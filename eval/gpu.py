@@ -9,18 +9,21 @@ of real shapes in bfloat16 with synthetic acceptance, so that it is seen apart f
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import time
-from pathlib import Path
+from specdec import script
 
-import torch
+with script.one_line():
+    import argparse
+    import subprocess
+    import sys
+    import time
+    from pathlib import Path
 
-from specdec import bench, cost, method, rejection
-from specdec.core import Context, Draft, Request, SamplingParams, Silent
-from specdec.engine import Engine
-from specdec.target import CausalLM
+    import torch
+
+    from specdec import bench, cost, method, rejection
+    from specdec.core import Context, Draft, Request, SamplingParams, Silent
+    from specdec.engine import Engine
+    from specdec.target import CausalLM
 
 BUDGET_S = 420
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them
@@ -122,4 +125,5 @@ def requests(rows: int, max_tokens: int) -> list[Request]:
 
 
 if __name__ == "__main__":
-    main()
+    with script.one_line():
+        main()
