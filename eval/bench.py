@@ -20,7 +20,6 @@ from specdec import config
 
 def run(cfg: dict[str, Any]) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from specdec import bench, hub, linear, method, rejection, report, tasks, track
@@ -40,7 +39,7 @@ def run(cfg: dict[str, Any]) -> None:
         draft_name = cfg["draft_model"] or str(target.path)
 
         def plain(path: Path, target: CausalLM = target) -> Any:
-            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+            loaded = hub.load_model(path, dtype=target.dtype).to(target.device).eval()
             loaded.generation_config.update(
                 num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
             )

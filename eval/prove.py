@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from specdec import checkpoint, config, hub, method, report, tasks
+from specdec import config, hub, method, report, tasks
 from specdec.checkpoint import native
 from specdec.core import Request, SamplingParams
 from specdec.drafter import Drafter, Init
@@ -51,10 +50,10 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
     """Number of combinations that failed (0 is a proof)."""
     for name in methods or ():
         method.find(name)
-    drafters = {checkpoint.method_of(path): path for path in checkpoints}
+    drafters = {method.of_checkpoint(path): path for path in checkpoints}
     target = CausalLM(model, "float32", "cpu")
     prompts = conversations(target, count, max_tokens)
-    theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    theirs = hub.load_model(target.path, dtype=torch.float32).eval()
     greedy, sampled = [], SamplingParams(temperature=0.8, max_tokens=max_tokens)
     with report.progress(len(prompts), generate=0) as advance:
         for prompt in prompts:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from specdec import checkpoint
+from specdec import method
 from specdec.core import nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -354,7 +354,7 @@ def its_method() -> list[str]:
         return []
     try:
         swept = {"-m", "--multirun"} & set(given)
-        found = {checkpoint.method_of(path.strip()) for path in (paths.split(",") if swept else [paths])}
+        found = {method.of_checkpoint(path.strip()) for path in (paths.split(",") if swept else [paths])}
     except ValueError as error:
         fail(error)
         raise

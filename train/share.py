@@ -54,12 +54,12 @@ def run(cfg: dict[str, Any]) -> None:
         raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
     measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
 
-    from specdec import checkpoint, report
+    from specdec import checkpoint, method, report
     from specdec.checkpoint import causal_lm, native
     from specdec.target import CausalLM, choose_dtype
 
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
-    kind = checkpoint.method_of(source)
+    kind = method.of_checkpoint(source)
     lm = kind in causal_lm.WRITES
     if measured is not None:
         must_be_of(measured, source, kind, cfg["eval"])
