@@ -9,7 +9,6 @@ Refuses to compare runs whose target, prompts, sampling or rejection differ, unl
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,10 @@ from specdec import report
 from specdec.config import fail
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
+NUMBERS = (
+    "mean_acceptance_length", "acceptance_rate_per_position", "tokens_per_step", "decode_tokens_per_s", "draft_s_per_step",
+    "verify_s_per_step", "speedup", "speedup_model", "efficiency",
+)  # fmt: skip
 SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
 
@@ -64,18 +67,12 @@ def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
     return f"{first} has {key}={ours!r} and {name} has {theirs!r}"
 
 
-def read(directory: Path) -> dict:
-    path = directory / "summary.json"
-    if not path.exists():
+def read(directory: Path) -> dict[str, Any]:
+    if not (directory / "summary.json").exists():
         raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
-    try:
-        summary = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error.msg}); run it again") from None
-    missing = [key for key in (*MUST_AGREE, *SPEED_DEPENDS_ON, "environment", "overall", "categories") if key not in summary]
-    if missing:
-        raise ValueError(f"{path} lacks {missing[0]!r}; it was not written by this version of eval/run.py")
-    return summary
+    keys = (*MUST_AGREE, *SPEED_DEPENDS_ON, "method", "num_speculative_tokens", "lossless_short", "environment", "overall")
+    fix = "it was not written by this version of eval/run.py: run it again"
+    return report.read_summary(directory, fix, (*keys, "categories"), NUMBERS)
 
 
 if __name__ == "__main__":

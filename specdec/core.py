@@ -156,7 +156,7 @@ class Checked(BaseModel):
     are.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     what: ClassVar[str] = "key"  # what a field is called in messages
     aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
 
@@ -192,7 +192,6 @@ class SamplingParams(Checked):
     Unlike vLLM, `min_p` and `logit_bias` work with speculation.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)
     what = "sampling parameter"
     aliases = ("max_new_tokens", "min_new_tokens")
 

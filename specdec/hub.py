@@ -160,10 +160,13 @@ def load_model(path: str | Path, **options: Any) -> Any:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a directory, without its code."""
+    """The tokenizer of a directory, without its code. Raises ValueError, one line, if there is none that can be read."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{path}: no tokenizer that can be read ({first_line(error)})") from None
 
 
 def load_config(path: str | Path) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from specdec import adaptive, cost, method, parallel_state, rejection, sampling
 from specdec.adaptive import Adaptive, Scheduled
@@ -24,7 +24,7 @@ from specdec.engine import Engine
 from specdec.method import hybrid
 from specdec.rejection import Verifier
 from specdec.stats import SpecDecodeMetrics
-from specdec.target import CausalLM, choose_device
+from specdec.target import DTYPES, CausalLM, choose_device
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -370,6 +370,13 @@ class EngineArgs(Checked):
     num_threads: int | None = Field(None, ge=1, le=MAX_THREADS)
     tensor_parallel_size: int = Field(1, ge=1)
 
+    @field_validator("dtype")
+    @classmethod
+    def _of_weights(cls, dtype: str | torch.dtype | None) -> str | torch.dtype | None:
+        if isinstance(dtype, torch.dtype) and dtype not in DTYPES.values():
+            raise ValueError(f"LLM argument dtype={dtype} holds no weights; use {', '.join(DTYPES)}")
+        return dtype
+
 
 class LLM:
     """A target with a way to speculate.
@@ -555,8 +562,11 @@ def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {short_repr(message)} needs a 'role', such as 'user', and 'content'")
-        if not isinstance(message.get("content"), str | list | None):
-            raise ValueError(f"content={short_repr(message['content'])} of a message must be text, or a list of parts")
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ValueError(f"content={short_repr(content)} of a message must be text, or a list of parts")
+        if content is None and message["role"] in ("user", "system"):
+            raise ValueError(f"message {short_repr(message)} needs 'content'; give its text")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
     except Exception as error:  # a template is a program, and raises what it likes

@@ -1447,7 +1447,9 @@ def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: C
 def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     config = {"num_modules": 2, "own_lm_head": False, "draft_vocab_size": VOCAB}
-    native.save(tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {"a": torch.ones(1)}), {}, "")
+    native.save(
+        tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {key: torch.ones(1) for key in "ab"}), {}, ""
+    )
     error = share("checkpoint=ours", "format=native", "out=x", "num_speculative_tokens=3").error
     assert "num_speculative_tokens=3 is over the 2 of this drafter (num_modules)" in error
     native.save(tmp_path / "ours", Checkpoint("peagle", {"num_depths": "x"}, {}, {"a": torch.ones(1)}), {}, "")

@@ -199,6 +199,8 @@ def matched(tensors: dict[str, Tensor], shapes: Shapes, name: str) -> dict[str, 
             raise ValueError(f"{name}: unknown tensor {key!r}; {nearest(key, shapes)}")
         if tuple(tensor.shape) != shapes[key]:
             raise ValueError(f"{name}: {key} is {list(tensor.shape)}, and its config asks for {list(shapes[key])}")
+        if key == "t2d" and tensor.is_floating_point():
+            raise ValueError(f"{name}: t2d is {tensor.dtype}; it marks tokens, and is not a weight")
     if missing := sorted(set(shapes) - set(tensors)):
         raise ValueError(f"{name}: the weights lack {missing[0]!r}")
     check_values(tensors, name)

@@ -26,7 +26,6 @@ from specdec.target import CausalLM
 FORMAT = "specdec-drafter"
 IDS = "eagle_aux_hidden_state_layer_ids"
 DEEPEST = 1000  # layers or heads that any drafter may have
-ID_TENSORS = ("d2t", "t2d")  # the only tensors that are no weights
 _COUNTS = ("num_hidden_layers", "num_modules")
 _WIDTHS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -214,8 +213,8 @@ def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
 def check_values(tensors: dict[str, Tensor], name: str) -> None:
     """Raise ValueError, one line, for nan or inf, for weights that are no floating-point numbers, and for ids that are."""
     for key, tensor in tensors.items():
-        ids = key.rpartition(".")[2] in ID_TENSORS
-        if tensor.is_floating_point() == ids or tensor.is_complex():
+        ids = key == "d2t"  # t2d, of truth values, is no weight either
+        if tensor.is_floating_point() if ids else not tensor.is_floating_point() and key != "t2d":
             kind = str(tensor.dtype).removeprefix("torch.")
             what = "ids, which are integers" if ids else "a weight, which is bfloat16, float16 or float32"
             raise ValueError(f"{name}: {key} is {kind}, and should be {what}; the file was written or labelled wrongly")
