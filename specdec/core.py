@@ -105,7 +105,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """The value of a JSON text. Raises ValueError, one line that begins with `where`, whatever is wrong with the text: its
     syntax, its encoding, half of a surrogate pair, brackets that are nested hundreds deep."""
     try:
-        return from_json(text)
+        return from_json(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON ({first_line(error).removeprefix('ValueError: ')})") from None
 
@@ -149,6 +149,16 @@ def builtin(value: Any) -> Any:
     return {builtin(key): builtin(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
+def whole_text(text: str, what: str) -> str:
+    """The text itself. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start : error.start + 1]!r} at character {error.start}"
+        raise ValueError(f"{what} holds {found}, half of a surrogate pair, which is no text; remove it") from None
+    return text
+
+
 class Checked(BaseModel):
     """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one.
 
@@ -165,6 +175,10 @@ class Checked(BaseModel):
         for key in values:
             if key not in known:
                 raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known, type(self).model_fields)}")
+        for key, value in values.items():
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str):
+                    whole_text(text, f"{self.what} {key}")
         try:
             super().__init__(**{key: builtin(value) for key, value in values.items()})
         except ValidationError as error:

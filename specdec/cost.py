@@ -130,7 +130,7 @@ def load(path: str | Path) -> CostTable:
     path = Path(path).expanduser()
     try:
         told = read_json_object(path)
-        if told.pop("format", None) != FORMAT or told.pop("format_version", None) != 1:
+        if told.pop("format", None) != FORMAT or str(told.pop("format_version", None)) != "1":
             raise ValueError("not a file of eval/profile_cost.py")
         table = CostTable(**_Written(**told).model_dump())
         shape = len(table.batch_sizes), len(table.draft_lengths)

@@ -19,7 +19,18 @@ from pydantic import ConfigDict, Field, field_validator
 
 from specdec import adaptive, cost, method, parallel_state, rejection, sampling
 from specdec.adaptive import Adaptive, Scheduled
-from specdec.core import Checked, Policy, Proposer, Request, SamplingParams, first_line, nearest, parse_json, short_repr
+from specdec.core import (
+    Checked,
+    Policy,
+    Proposer,
+    Request,
+    SamplingParams,
+    first_line,
+    nearest,
+    parse_json,
+    short_repr,
+    whole_text,
+)
 from specdec.engine import Engine
 from specdec.method import hybrid
 from specdec.rejection import Verifier
@@ -542,16 +553,6 @@ def token_ids(given: Any, key: str) -> list[int]:
             raise ValueError(f"{key}[{place}]={short_repr(value)} is no token id; ids are integers")
         ids.append(int(value))
     return ids
-
-
-def whole_text(text: str, what: str) -> str:
-    """The text itself. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        found = f"{text[error.start : error.start + 1]!r} at character {error.start}"
-        raise ValueError(f"{what} holds {found}, half of a surrogate pair, which is no text; remove it") from None
-    return text
 
 
 def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:

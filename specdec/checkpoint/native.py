@@ -179,8 +179,12 @@ def check_sizes(config: dict[str, Any], tensors: dict[str, Tensor], name: str) -
     widest, geometry = max((max(x.shape, default=0) for x in tensors.values()), default=0), config.get("geometry") or {}
     if not isinstance(geometry, dict):
         raise ValueError(f"{name}: geometry is {short_repr(geometry)} in config.json, and should be a mapping")
-    limits = dict.fromkeys(_COUNTS, min(len(tensors), DEEPEST)) | {"n_predict": DEEPEST}
+    limits = dict.fromkeys(_COUNTS, min(len(tensors), DEEPEST)) | dict.fromkeys(("n_predict", "num_depths"), DEEPEST)
     limits |= dict.fromkeys(("inner_dim", *_WIDTHS), widest)
+    if not isinstance(config.get("own_lm_head"), bool | None):
+        raise ValueError(
+            f"{name}: own_lm_head is {short_repr(config['own_lm_head'])} in config.json, and should be true or false"
+        )
     for key, value in (config | geometry).items():
         if key in limits and value is not None and not (type(value) is int and 1 <= value <= limits[key]):
             raise ValueError(
