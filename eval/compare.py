@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import report
-from specdec.config import fail
+from specdec.config import Parser, fail
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 NUMBERS = (
@@ -24,7 +24,7 @@ SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="where compare.png goes (default: outputs)")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")

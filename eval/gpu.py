@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from specdec import bench, cost, method, rejection
+from specdec import bench, config, cost, method, rejection
 from specdec.core import Context, Draft, Request, SamplingParams, Silent
 from specdec.engine import Engine
 from specdec.target import CausalLM
@@ -28,10 +28,10 @@ PROMPT, K, LENGTH = 256, 5, 3.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = config.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=config.count, default=128)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)

@@ -35,6 +35,7 @@ def run(cfg: dict[str, Any]) -> None:
             raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, params = speculative.resolved_method, SamplingParams(**cfg["sampling"])
+    speculative.check()
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")

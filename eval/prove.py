@@ -32,10 +32,12 @@ BATCH_SIZES = (1, 3, 8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = config.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT, help="directory, hub id or embedded name")
-    parser.add_argument("--prompts", type=int, default=24, help="conversations of the demo task, from its categories in turn")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--prompts", type=config.count, default=24, help="conversations of the demo task, from its categories in turn"
+    )
+    parser.add_argument("--max-tokens", type=config.count, default=64)
     parser.add_argument("--methods", nargs="*", help="only these")
     parser.add_argument("--checkpoint", nargs="*", default=[], help="trained drafters")
     arguments = parser.parse_args()

@@ -5,12 +5,13 @@ Only this file and the scripts import Hydra.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,10 +28,14 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 _DECIDING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
 _OPEN = ("logit_bias", "template_kwargs", "geometry", "checkpoints", "runs")  # keys whose value is the user's own mapping
 _NUMBER: tuple[Any, str] = (Annotated[int, Field(ge=0)] | None, "a number from 0 on, or null")
-_COUNT: tuple[Any, str] = (Annotated[int, Field(ge=1)] | None, "a number from 1 on, or null")
+_SOME: tuple[Any, str] = (Annotated[int, Field(ge=1)], "a number of at least 1")
+_COUNT: tuple[Any, str] = (Annotated[int, Field(ge=1)] | None, "a number of at least 1, or null")
 _TEXT: tuple[Any, str] = (Annotated[str, Field(pattern=r"\S")] | None, "text; quote a number or a list that is a name: '\"5\"'")
 _NUMBERS: tuple[Any, str] = (list[int] | None, "a list of numbers, such as [2,15,27], or null")
-_COUNTS: tuple[Any, str] = (Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)], "a list of numbers from 1 on")
+_COUNTS: tuple[Any, str] = (
+    Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)],
+    "a list of numbers of at least 1",
+)
 _MAPPING: tuple[Any, str] = (dict[Any, Any] | None, "a mapping, such as {key: value}, or null")
 _SEED: tuple[Any, str] = (Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, "an integer of 64 bits")
 # What keys must be whose default does not tell: null, or a list. Those of `method`, `rejection`: llm.SpeculativeConfig's.
@@ -48,6 +53,12 @@ TYPES: dict[str, tuple[Any, str]] = {
          "train.drafter.num_hidden_layers", "train.drafter.inner_dim", "train.drafter.num_modules"),
         _COUNT,
     ),
+    **dict.fromkeys(
+        ("max_batch_size", "prefill_chunk_size", "tensor_parallel_size", "eval.max_batch_size", "max_tokens", "eval.max_tokens",
+         "answers.max_tokens", "synthesize.max_tokens", "synthesize.count", "max_matching_ngram_size", "repeats", "context",
+         "rounds", "cost_repeats"),
+        _SOME,
+    ),
     **dict.fromkeys(("sampling.min_new_tokens", "train.drafter.mask_token_id", "train.drafter.pard_token"), _NUMBER),
     **dict.fromkeys(
         ("layer_ids", "features.layer_ids", "train.drafter.layer_ids", "train.drafter.eagle_aux_hidden_state_layer_ids",
@@ -57,7 +68,7 @@ TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("threads", "suffix_tokens", "batch_sizes"), _COUNTS),
     **dict.fromkeys(("data.template_kwargs", "train.drafter.geometry", "sampling.logit_bias", "checkpoints", "runs"), _MAPPING),
     **dict.fromkeys(("seed", "sampling.seed"), _SEED),
-    "num_threads": (Annotated[int, Field(ge=1, le=1024)] | None, "a number from 1 on (at most 1024), or null"),
+    "num_threads": (Annotated[int, Field(ge=1, le=1024)] | None, "a number of at least 1 and at most 1024, or null"),
     "data.max_length": (Annotated[int, Field(ge=3)] | None, "a number from 3 on (a token is supervised), or null"),
     "train.num_epochs": (Annotated[float, Field(gt=0)] | None, "a number above 0, or null"),
     "train.drafter.zero_first_embedding": (bool | None, "true, false or null"),
@@ -90,6 +101,21 @@ def fail(message: object) -> None:
                 print(f"error: {first}", file=sys.stderr, flush=True)
             sys.exit(1)
     sys.exit(f"error: {first}")
+
+
+class Parser(argparse.ArgumentParser):
+    """For scripts without Hydra: a mistake on the command line is one line here too."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}; see --help")
+        raise SystemExit(1)
+
+
+def count(text: str) -> int:
+    """An argument that must be a number from 1 on."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
+    return int(text)
 
 
 def check_command_line(config_name: str, *defaults: str) -> None:
@@ -240,7 +266,7 @@ def _swept(arguments: list[str]) -> set[str]:
 
 def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
     """A key and its value; where that is a mapping, the keys inside."""
-    if not isinstance(value, dict) or key.split(".")[-1] in (*_OPEN, "speculative_config"):
+    if not isinstance(value, dict) or not value or key.split(".")[-1] in (*_OPEN, "speculative_config"):
         return [(key, value)]
     return [pair for name, inner in value.items() for pair in _flat(f"{key}.{name}", inner)]
 
@@ -284,6 +310,8 @@ def _check_type(key: str, value: Any, default: Any, config_name: str) -> None:
             wanted = wanted if with_auto else int
             if isinstance(value, str) and not (with_auto and value == "auto"):
                 raise ValueError(f"{said} must be a number{', or auto' if with_auto else ''}")
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{said} must not be empty; leave the key out, or give null")
         _hold(said, value, wanted, "like the setting of this name in vLLM's --speculative-config")
     elif key in TYPES:
         _hold(said, value, *TYPES[key])

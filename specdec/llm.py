@@ -237,6 +237,17 @@ class SpeculativeConfig(Checked):
                 f"draft_tensor_parallel_size={asked}: of method {name!r} every process holds the whole drafter; use 1"
             )
 
+    def check(self, size: int = 1) -> None:
+        """Raise ValueError, one line, for what cannot work with any target: a typo is found before one is loaded. size: the
+        target's tensor_parallel_size."""
+        self.check_processes(size)
+        _, given = self._settings()
+        if (num_draft := given.get("num_speculative_tokens")) is not None:
+            rejection.build(self.rejection_sample_method, num_draft, **self._scheme_params())
+
+    def _scheme_params(self) -> dict[str, Any]:
+        return {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
+
     def _settings(self) -> tuple[str, dict[str, Any]]:
         """The method and what is said to it. Raises ValueError for what cannot work with any target."""
         name = self.resolved_method
@@ -281,7 +292,7 @@ class SpeculativeConfig(Checked):
 
     def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
         """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
-        self.check_processes(target.processes.size)
+        self.check(target.processes.size)
         name, given = self._settings()
         for place, part in enumerate(self._parts() if name == "hybrid" else ()):
             try:
@@ -289,7 +300,7 @@ class SpeculativeConfig(Checked):
             except ValueError as error:
                 raise ValueError(f"proposers[{place}]: {error}") from None
         scheme, num_draft = self.rejection_sample_method, given.get("num_speculative_tokens")
-        scheme_params = {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
+        scheme_params = self._scheme_params()
         for own in (given, *given.get("proposers", ())):
             if (limit := own.get("max_model_len")) is not None and limit > target.max_model_len:
                 raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
@@ -298,8 +309,6 @@ class SpeculativeConfig(Checked):
                 f"num_speculative_tokens={num_draft} is beyond the {target.max_model_len} tokens that {target.name} can hold; "
                 "lower it"
             )
-        if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
-            rejection.build(scheme, num_draft, **scheme_params)
         if self.num_speculative_tokens == "auto" and num_draft is not None:
             proposer = method.build_up_to(given.pop("num_speculative_tokens"), name, target, **given)
         else:
@@ -423,7 +432,7 @@ class LLM:
         if args.num_threads is not None:
             torch.set_num_threads(args.num_threads)
         self.speculative_config = SpeculativeConfig.parse(args.speculative_config)
-        self.speculative_config.check_processes(args.tensor_parallel_size)  # a typo is found before the target is loaded
+        self.speculative_config.check(args.tensor_parallel_size)  # before the target is loaded
         device = None if args.device is None else str(args.device)
         processes = parallel_state.join(args.tensor_parallel_size, choose_device(device))
         self.target = CausalLM(args.model, args.dtype, device, args.revision, processes)
