@@ -36,7 +36,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specdec import LLM, SamplingParams, checkpoint, cost, hub, load, method, report, tasks
 from specdec.checkpoint import lint, native
@@ -44,14 +44,26 @@ from specdec.config import CONF
 from specdec.core import Checked
 from specdec.drafter import Init
 from specdec.llm import EngineArgs, SpeculativeConfig
-from specdec.target import CausalLM
 from specdec.training import data, features
 
 ROOT = CONF.parent
 SECONDS = 60  # a case that takes longer hangs
 DEEP = "[" * 100_000 + "]" * 100_000
 HALF = "\ud800"  # of a surrogate pair
-FAST = ("llm", "generate", "chat", "sampling", "speculative", "hub", "drafters", "prompts", "rows", "traces", "costs", "summaries")
+FAST = (
+    "llm",
+    "generate",
+    "chat",
+    "sampling",
+    "speculative",
+    "hub",
+    "drafters",
+    "prompts",
+    "rows",
+    "traces",
+    "costs",
+    "summaries",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +167,9 @@ def wrong(kind: Any, *more: str) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def of_record(door: str, record: type[Checked], build: Callable[..., Any], limits: dict[str, tuple[str, ...]]) -> Iterator[Case]:
+def of_record(
+    door: str, record: type[Checked], build: Callable[..., Any], limits: dict[str, tuple[str, ...]]
+) -> Iterator[Case]:
     """Every field of a record with values of other types; limits: and with those of its type beyond its limits."""
     hints = typing.get_type_hints(record, include_extras=True)
     for field in record.model_fields:
@@ -177,7 +191,8 @@ def tiny() -> LLM:
 def llm_cases() -> Iterator[Case]:
     build = lambda **given: LLM(**({"model": "tiny", "device": "cpu"} | given))
     limits = {
-        "model": ("empty", "word"), "dtype": ("word", "digits"), "device": ("word", "digits"), "max_batch_size": ("zero", "minus", "huge"),
+        "model": ("empty", "word"), "dtype": ("word", "digits"), "device": ("word", "digits"), "max_batch_size": ("zero",
+        "minus", "huge"),
         "max_model_len": ("zero", "minus", "huge"), "prefill_chunk_size": ("zero", "minus"), "seed": ("huge",),
         "num_threads": ("zero", "minus", "huge"), "tensor_parallel_size": ("zero", "minus", "number", "huge"),
         "speculative_config": ("word", "digits", "empty", "mapping"),
@@ -188,7 +203,17 @@ def llm_cases() -> Iterator[Case]:
         if name in numbers.get(key, ()) or (key == "revision" and name in ("half",)):
             continue
         yield dataclasses.replace(case, words=()) if name in ("huge", "word", "half", "mapping", "empty") else case
-    for name in ("/nowhere", "a/b/c", "tiny-nope", "random-nope", "no\0name", "~nobody-at-all/x", "a" * 5000, "/etc/passwd", " "):
+    for name in (
+        "/nowhere",
+        "a/b/c",
+        "tiny-nope",
+        "random-nope",
+        "no\0name",
+        "~nobody-at-all/x",
+        "a" * 5000,
+        "/etc/passwd",
+        " ",
+    ):
         yield Case("llm", f"model {name[:12]!r}", lambda _, name=name: build(model=name))
     for dtype in (torch.int64, torch.bool, torch.float64, torch.complex64):
         yield Case("llm", f"dtype {dtype}", lambda _, dtype=dtype: build(dtype=dtype), ("dtype",))
@@ -203,7 +228,8 @@ def generate_cases() -> Iterator[Case]:
         "list of none": [None], "list of lists": [["a"]], "nothing in it": {}, "text is a number": {"prompt": 5},
         "text is null": {"prompt": None}, "text is a list": {"prompt": ["a"]}, "another key": {"promt": "a"},
         "key is a number": {5: "a"}, "empty text": "", "empty ids": {"prompt_token_ids": []}, "half a pair": HALF,
-        "half a pair inside": {"prompt": f"a{HALF}b"}, "second is wrong": ["a", 5], "both, text wrong": {"prompt": 5, "prompt_token_ids": [1]},
+        "half a pair inside": {"prompt": f"a{HALF}b"}, "second is wrong": ["a", 5], "both, text wrong": {"prompt": 5,
+        "prompt_token_ids": [1]},
     }  # fmt: skip
     ids: dict[str, Any] = {
         "text": "123", "floats": [1.7], "whole floats": [1.0], "booleans": [True], "texts": ["1"], "none": None, "number": 5,
@@ -222,8 +248,16 @@ def generate_cases() -> Iterator[Case]:
         action = lambda _, given=given: tiny().generate({"prompt_token_ids": given}, use_tqdm=False)
         yield Case("generate", f"prompt_token_ids: {name}", action)
     for name, own in params.items():
-        yield Case("generate", f"sampling_params: {name}", lambda _, own=own: tiny().generate("a", own, use_tqdm=False), ("sampling_params",))
-    for name, own in {"K over the engine's": {"num_speculative_tokens": 5}, "K of text": {"num_speculative_tokens": "1"}}.items():
+        yield Case(
+            "generate",
+            f"sampling_params: {name}",
+            lambda _, own=own: tiny().generate("a", own, use_tqdm=False),
+            ("sampling_params",),
+        )
+    for name, own in {
+        "K over the engine's": {"num_speculative_tokens": 5},
+        "K of text": {"num_speculative_tokens": "1"},
+    }.items():
         action = lambda _, own=own: tiny().generate("a", SamplingParams(speculative_config=own), use_tqdm=False)
         yield Case("generate", f"speculative_config: {name}", action)
     outside = lambda _: tiny().generate("a", SamplingParams(logit_bias={10**6: 1.0}), use_tqdm=False)
@@ -243,7 +277,8 @@ def chat_cases() -> Iterator[Case]:
         "number": 5, "list": ["a"], "syntax": "{% for", "raises": "{{ raise_exception('no') }}", "divides by 0": "{{ 1 / 0 }}",
         "unknown": "{{ nothing.of.this }}", "includes": "{% include 'x' %}", "unknown filter": "{{ messages | nope }}",
         "unsafe": "{{ messages.__class__.__mro__[1].__subclasses__()[0]() }}", "half a pair": HALF, "renders nothing": "{# #}",
-        "index": "{{ messages[99].content.strip() }}", "arithmetic": "{{ 'a' + 1 }}", "endless range": "{% for i in range(10**12) %}a{% endfor %}",
+        "index": "{{ messages[99].content.strip() }}", "arithmetic": "{{ 'a' + 1 }}",
+        "endless range": "{% for i in range(10**12) %}a{% endfor %}",
         "deep": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
     }  # fmt: skip
     for name, given in messages.items():
@@ -258,7 +293,8 @@ def chat_cases() -> Iterator[Case]:
 
 def sampling_cases() -> Iterator[Case]:
     limits: dict[str, tuple[str, ...]] = {
-        "temperature": ("minus", "nan", "inf"), "top_p": ("minus", "zero", "float", "nan"), "top_k": (), "min_p": ("minus", "float"),
+        "temperature": ("minus", "nan", "inf"), "top_p": ("minus", "zero", "float", "nan"), "top_k": (), "min_p": ("minus",
+        "float"),
         "repetition_penalty": ("zero", "minus", "nan", "inf"), "presence_penalty": ("number", "inf"),
         "frequency_penalty": ("number", "nan"), "seed": ("huge",), "max_tokens": ("zero", "minus"), "min_tokens": ("minus",),
         "stop": (), "stop_token_ids": (), "speculative_config": ("mapping",),
@@ -272,9 +308,11 @@ def sampling_cases() -> Iterator[Case]:
         "stop is empty": {"stop": ""}, "a stop is empty": {"stop": ["a", ""]}, "a stop is a number": {"stop": ["a", 5]},
         "max_new_tokens differs": {"max_tokens": 4, "max_new_tokens": 5}, "max_new_tokens is text": {"max_new_tokens": "4"},
         "min over max": {"min_tokens": 5, "max_tokens": 4}, "bias of text": {"logit_bias": {"5": 1.0}},
-        "bias is true": {"logit_bias": {5: True}}, "bias is beyond": {"logit_bias": {5: 1e9}}, "a bias list": {"logit_bias": [5]},
+        "bias is true": {"logit_bias": {5: True}}, "bias is beyond": {"logit_bias": {5: 1e9}},
+        "a bias list": {"logit_bias": [5]},
         "stop id is true": {"stop_token_ids": [True]}, "stop id is text": {"stop_token_ids": ["5"]},
-        "K below 0": {"speculative_config": {"num_speculative_tokens": -1}}, "K is true": {"speculative_config": {"num_speculative_tokens": True}},
+        "K below 0": {"speculative_config": {"num_speculative_tokens": -1}},
+        "K is true": {"speculative_config": {"num_speculative_tokens": True}},
         "a method": {"speculative_config": {"method": "ngram"}}, "array of floats": {"stop_token_ids": np.array([1.5])},
     }.items():  # fmt: skip
         yield Case("sampling", name, lambda _, given=given: SamplingParams(**given))
@@ -305,7 +343,8 @@ def speculative_cases() -> Iterator[Case]:
         yield Case("speculative", name, lambda _, given=given: SpeculativeConfig.parse(given))
     dotted = "some_module_that_would_be.imported"
     objects: dict[str, dict[str, Any]] = {
-        "hybrid of nothing": {"method": "hybrid", "proposers": []}, "hybrid of numbers": {"method": "hybrid", "proposers": [{"method": 5}]},
+        "hybrid of nothing": {"method": "hybrid", "proposers": []}, "hybrid of numbers": {"method": "hybrid",
+        "proposers": [{"method": 5}]},
         "hybrid inside hybrid": {"method": "hybrid", "proposers": [{"method": "hybrid", "proposers": []}]},
         "custom_class without a module": {"method": "custom_class", "model": "NoModule"},
         "custom_class that is not there": {"method": "custom_class", "model": dotted},
@@ -316,7 +355,8 @@ def speculative_cases() -> Iterator[Case]:
         },
         "rates that rise": {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.1, 0.5, 0.6]},
         "too few rates": {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5]},
-        "schedule of text": {"num_speculative_tokens_per_batch_size": "banana"}, "a schedule with a gap": {"num_speculative_tokens_per_batch_size": [[2, 4, 1]]},
+        "schedule of text": {"num_speculative_tokens_per_batch_size": "banana"},
+        "a schedule with a gap": {"num_speculative_tokens_per_batch_size": [[2, 4, 1]]},
     }  # fmt: skip
     for name, own in objects.items():
         yield Case("speculative", name, lambda _, own=own: build(**own))
@@ -324,7 +364,15 @@ def speculative_cases() -> Iterator[Case]:
 
 def hub_cases() -> Iterator[Case]:
     names: dict[str, Any] = {name: value for name, value in VALUES.items() if name not in ("digits", "word")}
-    names |= {"digits": "8", "word": "banana", "file": "/etc/passwd", "nul": "a\0b", "long": "x" * 100_000, "dots": "..", "root": "/"}
+    names |= {
+        "digits": "8",
+        "word": "banana",
+        "file": "/etc/passwd",
+        "nul": "a\0b",
+        "long": "x" * 100_000,
+        "dots": "..",
+        "root": "/",
+    }
     for name, value in names.items():
         yield Case("hub", f"resolve {name}", lambda _, value=value: hub.resolve(value))
         yield Case("hub", f"checkpoint {name}", lambda _, value=value: checkpoint.load(value))
@@ -339,7 +387,8 @@ def as_json(value: Any) -> bytes:
 
 BROKEN: dict[str, bytes] = {
     "empty": b"", "cut": b'{"a": ', "text": b"hello", "a list": b"[]", "a number": b"5", "null": b"null", "a word": b'"x"',
-    "deep": DEEP.encode(), "deep inside": b'{"a": ' + DEEP.encode() + b"}", "not UTF-8": b'{"a": "\xff\xfe"}', "zeros": b"\0" * 64,
+    "deep": DEEP.encode(), "deep inside": b'{"a": ' + DEEP.encode() + b"}", "not UTF-8": b'{"a": "\xff\xfe"}',
+    "zeros": b"\0" * 64,
     "half a pair": b'{"\\ud800": 1}', "a long number": b'{"a": ' + b"9" * 5000 + b"}", "two values": b"{} {}",
 }  # fmt: skip
 
@@ -375,7 +424,8 @@ def broken_weights(path: Path) -> dict[str, Callable[[], Any]]:
     whole = path.read_bytes()
     made: dict[str, Callable[[], Any]] = {
         "empty": lambda: path.write_bytes(b""), "cut": lambda: path.write_bytes(whole[: len(whole) // 2]),
-        "text": lambda: path.write_text("hello"), "header of 2**60": lambda: path.write_bytes((2**60).to_bytes(8, "little") + whole[8:]),
+        "text": lambda: path.write_text("hello"), "header of 2**60": lambda: path.write_bytes((2**60).to_bytes(8,
+        "little") + whole[8:]),
         "header is no JSON": lambda: path.write_bytes((4).to_bytes(8, "little") + b"nope" + whole),
         "gone": path.unlink, "a directory": lambda: (path.unlink(), path.mkdir()),
     }  # fmt: skip
@@ -424,12 +474,20 @@ def target_cases() -> Iterator[Case]:
     for key, values in generation.items():
         for value in values:
             content = as_json({key: value})
-            yield Case("files of a target", f"generation_config.json: {key}={value!r}", with_file("generation_config.json", content))
+            yield Case(
+                "files of a target", f"generation_config.json: {key}={value!r}", with_file("generation_config.json", content)
+            )
     for name, content in BROKEN.items():
         if name not in ("deep inside", "half a pair", "a long number"):
             yield Case("files of a target", f"generation_config.json: {name}", with_file("generation_config.json", content))
-    weight_map = {"weight_map is a number": 5, "weight_map is a list": [1], "a file is a number": {"a": 5}, "a file is elsewhere": {"a": "../x"}}
+    weight_map = {
+        "weight_map is a number": 5,
+        "weight_map is a list": [1],
+        "a file is a number": {"a": 5},
+        "a file is elsewhere": {"a": "../x"},
+    }
     for name, value in weight_map.items():
+
         def indexed(scratch: Path, value: Any = value) -> Any:
             directory = copied(source, scratch)
             (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
@@ -438,6 +496,7 @@ def target_cases() -> Iterator[Case]:
 
         yield Case("files of a target", f"index: {name}", indexed)
     for name in broken_weights(source / "model.safetensors"):
+
         def damaged(scratch: Path, name: str = name) -> Any:
             directory = copied(source, scratch)
             broken_weights(directory / "model.safetensors")[name]()
@@ -445,8 +504,15 @@ def target_cases() -> Iterator[Case]:
 
         yield Case("files of a target", f"model.safetensors: {name}", damaged)
     yield Case("files of a target", "adapter_config.json beside the weights", with_file(hub.ADAPTER, b"{}"), (hub.ADAPTER,))
-    for name, text in {"syntax": "{% for", "raises": "{{ raise_exception('no') }}", "divides": "{{ 1/0 }}", "unknown": "{{ a.b.c }}"}.items():
-        yield Case("files of a target", f"chat_template.jinja: {name}", with_file("chat_template.jinja", text.encode()), ("template",))
+    for name, text in {
+        "syntax": "{% for",
+        "raises": "{{ raise_exception('no') }}",
+        "divides": "{{ 1/0 }}",
+        "unknown": "{{ a.b.c }}",
+    }.items():
+        yield Case(
+            "files of a target", f"chat_template.jinja: {name}", with_file("chat_template.jinja", text.encode()), ("template",)
+        )
 
 
 # a file that nothing reads while another is there, or that is one of its kind all the same
@@ -529,8 +595,10 @@ def drafter_cases() -> Iterator[Case]:
         action = opened("eagle3", configured(("drafter", native.IDS), value))
         yield Case("drafters", f"eagle3: {native.IDS}={value!r}", action)
     foreign = {
-        "eagle3-vllm": ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "draft_vocab_size", "intermediate_size"),
-        "eagle-vllm": ("hidden_size", "num_hidden_layers", "vocab_size"), "mlp-vllm": ("n_predict", "emb_dim", "inner_dim", "vocab_size"),
+        "eagle3-vllm": ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "draft_vocab_size",
+        "intermediate_size"),
+        "eagle-vllm": ("hidden_size", "num_hidden_layers", "vocab_size"), "mlp-vllm": ("n_predict", "emb_dim", "inner_dim",
+        "vocab_size"),
         "eagle3-speculators": ("transformer_layer_config", "draft_vocab_size", "speculators_config"),
         "peagle-vllm": ("ptd_token_id", "num_hidden_layers"),
     }  # fmt: skip
@@ -549,7 +617,9 @@ def drafter_cases() -> Iterator[Case]:
         yield Case("drafters", f"{name}: adapter_config.json", opened(name, adapter), (hub.ADAPTER,))
     index = lambda directory: (directory / "model.safetensors.index.json").write_bytes(as_json({"weight_map": {"a": 5}}))
     yield Case("drafters", "eagle3-vllm: index with a number", opened("eagle3-vllm", index))
-    yield Case("drafters", "draft_model: another tokenizer", opened("draft_model", other_tokenizer), ("use_heterogeneous_vocab=true",))
+    yield Case(
+        "drafters", "draft_model: another tokenizer", opened("draft_model", other_tokenizer), ("use_heterogeneous_vocab=true",)
+    )
 
 
 def other_tokenizer(directory: Path) -> None:
@@ -587,13 +657,16 @@ def lint_cases() -> Iterator[Case]:
 
 def prompt_cases() -> Iterator[Case]:
     lines: dict[str, bytes] = BROKEN | {
-        "no turns": b'{"id": 1}', "turns is text": b'{"turns": "a"}', "turns is empty": b'{"turns": []}', "a turn is empty": b'{"turns": [" "]}',
-        "a turn is a number": b'{"turns": [5]}', "a turn is null": b'{"turns": [null]}', "id is a mapping": b'{"turns": ["a"], "id": {}}',
+        "no turns": b'{"id": 1}', "turns is text": b'{"turns": "a"}', "turns is empty": b'{"turns": []}',
+        "a turn is empty": b'{"turns": [" "]}',
+        "a turn is a number": b'{"turns": [5]}', "a turn is null": b'{"turns": [null]}',
+        "id is a mapping": b'{"turns": ["a"], "id": {}}',
         "id is true": b'{"turns": ["a"], "id": true}', "category is a list": b'{"turns": ["a"], "category": []}',
         "half a pair": b'{"turns": ["\\ud800"]}', "id twice": b'{"turns": ["a"], "id": 1}\n{"turns": ["b"], "id": 1}',
         "not UTF-8": b'{"turns": ["\xff"]}',
     }  # fmt: skip
     for name, line in lines.items():
+
         def action(scratch: Path, line: bytes = line) -> Any:
             (scratch / "tasks.jsonl").write_bytes(line + b"\n")
             return tasks.load(scratch / "tasks.jsonl")
@@ -609,16 +682,23 @@ def row_cases() -> Iterator[Case]:
     """Training rows: a file of which no row can be used."""
     message = {"role": "assistant", "content": "a"}
     rows: dict[str, bytes] = BROKEN | {name: as_json(row) for name, row in {
-        "nothing": {}, "messages is text": {"messages": "a"}, "messages is empty": {"messages": []}, "a message is text": {"messages": ["a"]},
+        "nothing": {}, "messages is text": {"messages": "a"}, "messages is empty": {"messages": []},
+        "a message is text": {"messages": ["a"]},
         "no role": {"messages": [{"content": "a"}]}, "role is a number": {"messages": [{"role": 5, "content": "a"}]},
-        "content is a number": {"messages": [{"role": "user", "content": 5}, message]}, "user only": {"messages": [{"role": "user", "content": "a"}]},
-        "prompt only": {"prompt": "a"}, "ids are text": {"input_ids": "12", "loss_mask": [1, 1]}, "ids are floats": {"input_ids": [1.5, 2, 3], "loss_mask": [1, 1, 1]},
-        "ids beyond": {"input_ids": [1, 2, 10**6], "loss_mask": [1, 1, 1]}, "ids negative": {"input_ids": [1, 2, -1], "loss_mask": [1, 1, 1]},
-        "ids are true": {"input_ids": [True, 2, 3], "loss_mask": [1, 1, 1]}, "mask too short": {"input_ids": [1, 2, 3], "loss_mask": [1]},
-        "mask of twos": {"input_ids": [1, 2, 3], "loss_mask": [2, 2, 2]}, "mask is text": {"input_ids": [1, 2, 3], "loss_mask": "111"},
+        "content is a number": {"messages": [{"role": "user", "content": 5}, message]},
+        "user only": {"messages": [{"role": "user", "content": "a"}]},
+        "prompt only": {"prompt": "a"}, "ids are text": {"input_ids": "12", "loss_mask": [1, 1]},
+        "ids are floats": {"input_ids": [1.5, 2, 3], "loss_mask": [1, 1, 1]},
+        "ids beyond": {"input_ids": [1, 2, 10**6], "loss_mask": [1, 1, 1]}, "ids negative": {"input_ids": [1, 2, -1],
+        "loss_mask": [1, 1, 1]},
+        "ids are true": {"input_ids": [True, 2, 3], "loss_mask": [1, 1, 1]}, "mask too short": {"input_ids": [1, 2, 3],
+        "loss_mask": [1]},
+        "mask of twos": {"input_ids": [1, 2, 3], "loss_mask": [2, 2, 2]}, "mask is text": {"input_ids": [1, 2, 3],
+        "loss_mask": "111"},
         "text is a number": {"text": 5}, "text is empty": {"text": ""}, "response is a number": {"prompt": "a", "response": 5},
     }.items()}  # fmt: skip
     for name, row in rows.items():
+
         def action(scratch: Path, row: bytes = row) -> Any:
             (scratch / "rows.jsonl").write_bytes(row + b"\n")
             return data.load(scratch / "rows.jsonl", tiny().target.tokenizer, 320)
@@ -628,26 +708,35 @@ def row_cases() -> Iterator[Case]:
 
 def trace_cases() -> Iterator[Case]:
     lines: dict[str, bytes] = BROKEN | {
-        "no time": b"{}", "time is text": b'{"arrival_s": "1"}', "time is true": b'{"arrival_s": true}', "time is negative": b'{"arrival_s": -1}',
-        "time is nan": b'{"arrival_s": NaN}', "time is inf": b'{"arrival_s": Infinity}', "time is huge": b'{"arrival_s": 1e300}',
+        "no time": b"{}", "time is text": b'{"arrival_s": "1"}', "time is true": b'{"arrival_s": true}',
+        "time is negative": b'{"arrival_s": -1}',
+        "time is nan": b'{"arrival_s": NaN}', "time is inf": b'{"arrival_s": Infinity}',
+        "time is huge": b'{"arrival_s": 1e300}',
         "max_tokens is text": b'{"arrival_s": 1, "max_tokens": "5"}', "max_tokens is 0": b'{"arrival_s": 1, "max_tokens": 0}',
-        "max_tokens is true": b'{"arrival_s": 1, "max_tokens": true}', "id twice": b'{"arrival_s": 1, "id": "a"}\n{"arrival_s": 2, "id": "a"}',
+        "max_tokens is true": b'{"arrival_s": 1, "max_tokens": true}',
+        "id twice": b'{"arrival_s": 1, "id": "a"}\n{"arrival_s": 2, "id": "a"}',
     }  # fmt: skip
     for name, line in lines.items():
+
         def action(scratch: Path, line: bytes = line) -> Any:
             (scratch / "trace.jsonl").write_bytes(line + b'\n{"arrival_s": 3.0}\n' if line else b"")
             return load.trace(scratch / "trace.jsonl")
 
         yield Case("traces", name, action)
-    rates: dict[str, Any] = {name: value for name, value in VALUES.items() if name not in ("none", "inf", "number", "float", "huge")}
-    for name, value in (rates | {"phase of text": [["a", 1]], "phase of three": [[1, 2, 3]], "phase of 0 s": [[0, 1]], "pause only": [[1, 0]]}).items():
+    rates: dict[str, Any] = {
+        name: value for name, value in VALUES.items() if name not in ("none", "inf", "number", "float", "huge")
+    }
+    for name, value in (
+        rates | {"phase of text": [["a", 1]], "phase of three": [[1, 2, 3]], "phase of 0 s": [[0, 1]], "pause only": [[1, 0]]}
+    ).items():
         yield Case("traces", f"request_rate {name}", lambda _, value=value: load.phases(value), ("request_rate",))
         yield Case("traces", f"rates {name}", lambda _, value=value: load.levels(value), ("rates",))
 
 
 def cost_cases() -> Iterator[Case]:
     whole = {
-        "format": cost.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0, 2.0]] * 2,
+        "format": cost.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0,
+        2.0]] * 2,
         "draft_s": [[0.0, 1.0]] * 2, "about": {}, "schedule": None,
     }  # fmt: skip
     contents: dict[str, bytes] = dict(BROKEN)
@@ -658,13 +747,17 @@ def cost_cases() -> Iterator[Case]:
             contents[f"{key}={name}"] = as_json(whole | {key: other})
         contents[f"without {key}"] = as_json({k: v for k, v in whole.items() if k != key}) if key != "schedule" else b"{}"
     more = {
-        "rows too few": {"verify_s": [[1.0, 2.0]]}, "ragged": {"verify_s": [[1.0], [1.0, 2.0]]}, "texts": {"verify_s": [["1", "2"]] * 2},
-        "negative": {"draft_s": [[0.0, -1.0]] * 2}, "no time": {"verify_s": [[0.0, 1.0]] * 2}, "nan": {"draft_s": [[0.0, float("nan")]] * 2},
-        "sizes fall": {"batch_sizes": [2, 1]}, "sizes are true": {"batch_sizes": [True, 2]}, "lengths from 1": {"draft_lengths": [1, 3]},
+        "rows too few": {"verify_s": [[1.0, 2.0]]}, "ragged": {"verify_s": [[1.0], [1.0, 2.0]]}, "texts": {"verify_s": [["1",
+        "2"]] * 2},
+        "negative": {"draft_s": [[0.0, -1.0]] * 2}, "no time": {"verify_s": [[0.0, 1.0]] * 2}, "nan": {"draft_s": [[0.0,
+        float("nan")]] * 2},
+        "sizes fall": {"batch_sizes": [2, 1]}, "sizes are true": {"batch_sizes": [True, 2]},
+        "lengths from 1": {"draft_lengths": [1, 3]},
         "sizes of text": {"batch_sizes": ["1", "2"]}, "unknown key": {"more": 1},
     }  # fmt: skip
     contents |= {name: as_json(whole | own) for name, own in more.items()}
     for name, content in contents.items():
+
         def action(scratch: Path, content: bytes = content) -> Any:
             (scratch / "cost.json").write_bytes(content)
             return cost.load(scratch / "cost.json")
@@ -687,9 +780,12 @@ SUMMARY: dict[str, Any] = {
 
 def summary_cases() -> Iterator[Case]:
     """What eval/run.py wrote, read by eval/compare.py, eval/profile_cost.py and train/share.py."""
-    compare, profile, share = (runpy.run_path(str(ROOT / path)) for path in ("eval/compare.py", "eval/profile_cost.py", "train/share.py"))
+    compare, profile, share = (
+        runpy.run_path(str(ROOT / path)) for path in ("eval/compare.py", "eval/profile_cost.py", "train/share.py")
+    )
     readers: dict[str, Callable[[Path], Any]] = {
-        "compare": lambda directory: compare["read"](directory), "profile_cost": lambda directory: profile["read_run"](directory, "ngram"),
+        "compare": lambda directory: compare["read"](directory),
+        "profile_cost": lambda directory: profile["read_run"](directory, "ngram"),
         "share": lambda directory: share["evaluated"](directory),
     }  # fmt: skip
     hints = typing.get_type_hints(report._Summary)
@@ -713,7 +809,11 @@ def summary_cases() -> Iterator[Case]:
         for number, reader in enumerate(readers):
             other = others[(place + number) % len(others)]
             yield case(reader, f"{key}={other!r}", as_json(SUMMARY | {key: other}))
-        yield case("compare", f"without {key}", as_json({k: v for k, v in SUMMARY.items() if k != key})) if key not in ("lossless", "speculative_config") else case("compare", f"{key} is a number", as_json(SUMMARY | {key: 5}))
+        yield (
+            case("compare", f"without {key}", as_json({k: v for k, v in SUMMARY.items() if k != key}))
+            if key not in ("lossless", "speculative_config")
+            else case("compare", f"{key} is a number", as_json(SUMMARY | {key: 5}))
+        )
         del value
     for place, key in enumerate(SUMMARY["overall"]):
         others = [other for _, other in wrong(numbers[key]) if not isinstance(other, bytes) and type(other) is not object]
@@ -800,7 +900,10 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def written(value: Any) -> list[tuple[str, str]]:
     """What is not of a default's kind, as the command line has it."""
-    number, text = [("word", "banana"), ("list", "[1]"), ("true", "true"), ("mapping", "{a: 1}")], [("list", "[1]"), ("number", "5"), ("mapping", "{a: 1}"), ("empty", "''")]
+    number, text = (
+        [("word", "banana"), ("list", "[1]"), ("true", "true"), ("mapping", "{a: 1}")],
+        [("list", "[1]"), ("number", "5"), ("mapping", "{a: 1}"), ("empty", "''")],
+    )
     if isinstance(value, bool):
         return [("word", "maybe"), ("number", "5"), ("list", "[1]"), ("empty", "''")]
     if isinstance(value, int):
@@ -840,67 +943,102 @@ def command_cases() -> Iterator[Case]:
     run = partial(called, "eval/run.py")
     small = ("model=tiny", "limit=1")
     for words in (
-        ("nonsense",), ("=5",), ("limit",), ("limit=",), ("limit=1=2",), ("limit=[1",), ("limit={a",), ("'",), ("limit='",), ("+limt=3",), ("~sampling",),
-        ("methud=ngram",), ("method=ngrma",), ("method=null",), ("method=[ngram]",), ("method=ngram,suffix",), ("method/x=y",), ("../eval=x",),
+        ("nonsense",), ("=5",), ("limit",), ("limit=",), ("limit=1=2",), ("limit=[1",), ("limit={a",), ("'",), ("limit='",),
+        ("+limt=3",), ("~sampling",),
+        ("methud=ngram",), ("method=ngrma",), ("method=null",), ("method=[ngram]",), ("method=ngram,suffix",), ("method/x=y",),
+        ("../eval=x",),
         ("hydra/launcher=nope",), ("hydra/sweeper=nope",), ("hydra.nope=1",), ("hydra.run=5",), ("hydra/job_logging=nope",),
-        ("--nope",), ("--config-name=nope",), ("--config-dir", "/nowhere"), ("--cfg", "nope"), ("--info", "nope"), ("-x",), ("--multirun=5",),
-        ("method=hybrid", "method.proposers={}"), ("method=hybrid", "method.proposers=5"), ("method=hybrid", "method.proposers=[5]"),
-        ("method=hybrid", "method.proposers=[{}]"), ("model.path=''",), ("model.path=5",), ("model.path=[a]",), ("model=llama", "model.path=''"),
-        ("model.path=null",), ("model.path=/nowhere",), ("task=jsonl",), ("task.path=''",), ("task.path=[a]",), ("task.path=/nowhere",),
-        ("checkpoint=''",), ("checkpoint=[a]",), ("checkpoint=/nowhere",), ("checkpoint=5",), ("out_dir=''",), ("out_dir=[a]",), ("out_dir=5",),
-        ("resume=true",), ("seed=1180591620717411303424",), ("max_batch_size=0",), ("num_threads=0",), ("num_threads=1000000",), ("num_threads=1.5",),
-        ("sampling.temperature=nan",), ("sampling.temperature=true",), ("sampling.top_p=2",), ("sampling.stop=5",), ("sampling.stop=['']",),
-        ("sampling.logit_bias=[5]",), ("sampling.logit_bias={a: 1}",), ("sampling.ignore_eos=yes",), ("sampling.skip_special_tokens=1",),
-        ("sampling.max_tokens=0",), ("sampling=5",), ("sampling=[]",), ("method.num_speculative_tokens=auo",), ("method.num_speculative_tokens=[3]",),
+        ("--nope",), ("--config-name=nope",), ("--config-dir", "/nowhere"), ("--cfg", "nope"), ("--info", "nope"), ("-x",),
+        ("--multirun=5",),
+        ("method=hybrid", "method.proposers={}"), ("method=hybrid", "method.proposers=5"), ("method=hybrid",
+        "method.proposers=[5]"),
+        ("method=hybrid", "method.proposers=[{}]"), ("model.path=''",), ("model.path=5",), ("model.path=[a]",), ("model=llama",
+        "model.path=''"),
+        ("model.path=null",), ("model.path=/nowhere",), ("task=jsonl",), ("task.path=''",), ("task.path=[a]",),
+        ("task.path=/nowhere",),
+        ("checkpoint=''",), ("checkpoint=[a]",), ("checkpoint=/nowhere",), ("checkpoint=5",), ("out_dir=''",), ("out_dir=[a]",
+        ), ("out_dir=5",),
+        ("resume=true",), ("seed=1180591620717411303424",), ("max_batch_size=0",), ("num_threads=0",), ("num_threads=1000000",
+        ), ("num_threads=1.5",),
+        ("sampling.temperature=nan",), ("sampling.temperature=true",), ("sampling.top_p=2",), ("sampling.stop=5",),
+        ("sampling.stop=['']",),
+        ("sampling.logit_bias=[5]",), ("sampling.logit_bias={a: 1}",), ("sampling.ignore_eos=yes",),
+        ("sampling.skip_special_tokens=1",),
+        ("sampling.max_tokens=0",), ("sampling=5",), ("sampling=[]",), ("method.num_speculative_tokens=auo",),
+        ("method.num_speculative_tokens=[3]",),
         ("method.num_speculative_tokens=1.5",), ("rejection=synthetic",), ("rejection.synthetic_acceptance_rates=[1]",),
-        ("speculative_config=5",), ("speculative_config={",), ("speculative_config={method: 5}",), ('speculative_config={"method": "ngram",}',),
+        ("speculative_config=5",), ("speculative_config={",), ("speculative_config={method: 5}",),
+        ('speculative_config={"method": "ngram",}',),
         (f"speculative_config={DEEP[:2000]}",), ("speculative_config={}",), ("num_speculative_tokens_per_batch_size=5",),
-        ("num_speculative_tokens_per_batch_size=[[1]]",), ("cost_table=/nowhere", "enable_adaptive_verification=true"), ("cost_table=5",),
-        ("experiment=nope",), ("logger=nope",), ("tensor_parallel_size=0",), ("tensor_parallel_size=2",), ("-m", "limit=1,maybe"), ("-m", "seed=1,1.5"),
-        ("-m", "method=ngram,nope"), ("limit=9999999999999999999999999x",), ("limit=${nowhere}",), ("limit=${",), ("limit=???",),
+        ("num_speculative_tokens_per_batch_size=[[1]]",), ("cost_table=/nowhere", "enable_adaptive_verification=true"),
+        ("cost_table=5",),
+        ("experiment=nope",), ("logger=nope",), ("tensor_parallel_size=0",), ("tensor_parallel_size=2",), ("-m",
+        "limit=1,maybe"), ("-m", "seed=1,1.5"),
+        ("-m", "method=ngram,nope"), ("limit=9999999999999999999999999x",), ("limit=${nowhere}",), ("limit=${",), ("limit=???",
+        ),
     ):  # fmt: skip
         keys = {word.partition("=")[0] for word in words}
         rest = [argument for argument in small if argument.partition("=")[0] not in keys]
         yield Case("command lines", f"run.py {' '.join(words)[:60]}", run(*rest, *words))
     others: dict[str, list[tuple[str, ...]]] = {
         "train/eagle.py": [
-            ("method.num_speculative_tokens=auto",), ("method.num_speculative_tokens=1.5",), ("train.lr=nan",), ("train.lr=fast",), ("train.max_steps=0",),
-            ("train.drafter.eagle_aux_hidden_state_layer_ids=5",), ("train.init.train_lm_head=yes",), ("train.objective.loss={ce: x}",), ("method=ngram",),
-            ("method=none",), ("train=nope",), ("train.drafter=5",), ("train.objective.loss={nope: 1}",), ("train.drafter.geometry=5",), ("data.max_length=0",),
-            ("data.limit=0",), ("data.path=/nowhere", "data=jsonl"), ("data=jsonl",), ("eval.max_batch_size=0",), ("seed=-1",), ("checkpoint=[a]",),
-            ("features.path=5",), ("features.path=/nowhere",), ("train.global_batch_size=0",), ("train.mixed_precision=fp8",), ("data.template_kwargs=5",),
+            ("method.num_speculative_tokens=auto",), ("method.num_speculative_tokens=1.5",), ("train.lr=nan",),
+            ("train.lr=fast",), ("train.max_steps=0",),
+            ("train.drafter.eagle_aux_hidden_state_layer_ids=5",), ("train.init.train_lm_head=yes",),
+            ("train.objective.loss={ce: x}",), ("method=ngram",),
+            ("method=none",), ("train=nope",), ("train.drafter=5",), ("train.objective.loss={nope: 1}",),
+            ("train.drafter.geometry=5",), ("data.max_length=0",),
+            ("data.limit=0",), ("data.path=/nowhere", "data=jsonl"), ("data=jsonl",), ("eval.max_batch_size=0",), ("seed=-1",),
+            ("checkpoint=[a]",),
+            ("features.path=5",), ("features.path=/nowhere",), ("train.global_batch_size=0",), ("train.mixed_precision=fp8",),
+            ("data.template_kwargs=5",),
         ],
         "train/share.py": [
-            ("num_speculative_tokens=1.5",), ("num_speculative_tokens=true",), ("num_speculative_tokens=0",), ("format=5",), ("format=nope",), ("push=nope",),
-            ("dtype=5",), ("target=[a]",), ("eval=5",), ("eval=/nowhere",), ("lint=/nowhere",), ("lint=5",), ("revision=5",), ("out=''",), ("private=yes",),
+            ("num_speculative_tokens=1.5",), ("num_speculative_tokens=true",), ("num_speculative_tokens=0",), ("format=5",),
+            ("format=nope",), ("push=nope",),
+            ("dtype=5",), ("target=[a]",), ("eval=5",), ("eval=/nowhere",), ("lint=/nowhere",), ("lint=5",), ("revision=5",),
+            ("out=''",), ("private=yes",),
         ],
         "train/prepare.py": [
-            ("answers.temperatures=[]",), ("answers.temperatures=5",), ("answers.temperatures=[x]",), ("answers.temperatures=[-1]",), ("limit=0",),
-            ("synthesize.count=0",), ("prompts=5",), ("prompts=/nowhere",), ("synthesize.openings=/nowhere",), ("max_batch_size=0",), ("seed=1.5",),
+            ("answers.temperatures=[]",), ("answers.temperatures=5",), ("answers.temperatures=[x]",),
+            ("answers.temperatures=[-1]",), ("limit=0",),
+            ("synthesize.count=0",), ("prompts=5",), ("prompts=/nowhere",), ("synthesize.openings=/nowhere",),
+            ("max_batch_size=0",), ("seed=1.5",),
         ],
-        "train/extract.py": [("layout=nope",), ("shard_mb=-1",), ("layer_ids=5",), ("layer_ids=[x]",), ("layer_ids=[1.5]",), ("data.path=5",)],
+        "train/extract.py": [("layout=nope",), ("shard_mb=-1",), ("layer_ids=5",), ("layer_ids=[x]",), ("layer_ids=[1.5]",),
+        ("data.path=5",)],
         "eval/load.py": [
-            ("arrivals=nope",), ("request_rate=x",), ("request_rate=-1",), ("request_rate=[]",), ("request_rate={a: 1}",), ("trace=5",), ("arrivals=trace",),
+            ("arrivals=nope",), ("request_rate=x",), ("request_rate=-1",), ("request_rate=[]",), ("request_rate={a: 1}",),
+            ("trace=5",), ("arrivals=trace",),
             ("num_requests=0",), ("resume=true",), ("arrivals=trace", "trace=/nowhere"), ("seed=-1",),
         ],
         "eval/choose.py": [
-            ("methods=[nope]",), ("methods=ngram",), ("rates=[one]",), ("rates=[one,x]",), ("rates=5",), ("runs=[a]",), ("runs={a: 5}",), ("runs={a: {method: nope}}",),
+            ("methods=[nope]",), ("methods=ngram",), ("rates=[one]",), ("rates=[one,x]",), ("rates=5",), ("runs=[a]",),
+            ("runs={a: 5}",), ("runs={a: {method: nope}}",),
             ("checkpoints={ngram: x}",), ("checkpoints={eagle3: [a]}",), ("rounds=0",), ("methods=[ngram,ngram]",),
         ],
-        "eval/profile_cost.py": [("repeats=0",), ("context=0",), ("max_draft=0",), ("acceptance=/nowhere",), ("acceptance=5",), ("max_batch_size=x",)],
-        "eval/bench.py": [("dtypes=[1]",), ("dtypes=[nope]",), ("dtypes=[]",), ("threads=[0]",), ("threads=[x]",), ("batch_sizes=[0]",), ("draft_model=5",), ("batch_sizes=5",)],
+        "eval/profile_cost.py": [("repeats=0",), ("context=0",), ("max_draft=0",), ("acceptance=/nowhere",), ("acceptance=5",),
+        ("max_batch_size=x",)],
+        "eval/bench.py": [("dtypes=[1]",), ("dtypes=[nope]",), ("dtypes=[]",), ("threads=[0]",), ("threads=[x]",),
+        ("batch_sizes=[0]",), ("draft_model=5",), ("batch_sizes=5",)],
     }  # fmt: skip
     for script, lists in others.items():
         base = SCRIPTS[script][1]
         for words in lists:
-            rest = [argument for argument in base if argument.partition("=")[0] not in {word.partition("=")[0] for word in words}]
+            rest = [
+                argument for argument in base if argument.partition("=")[0] not in {word.partition("=")[0] for word in words}
+            ]
             late = any("/nowhere" in word for word in words)  # files that are opened when the target is there
             yield Case("command lines", f"{script} {' '.join(words)}", called(script, *rest, *words, weights=late))
     for script, words in (
-        ("eval/compare.py", ()), ("eval/compare.py", ("nowhere", "nowhere2")), ("eval/compare.py", ("--nope",)), ("eval/prove.py", ("--nope",)),
-        ("eval/prove.py", ("--prompts", "x")), ("eval/prove.py", ("--methods", "nope")), ("eval/prove.py", ("--checkpoint", "/nowhere")),
-        ("eval/prove.py", ("--model", "/nowhere")), ("eval/prove.py", ("--prompts", "0")), ("eval/prove.py", ("--max-tokens", "0")),
-        ("eval/gpu.py", ("--nope",)), ("train/bench.py", ("--nope",)), ("train/bench.py", ("--length", "x")), ("train/bench.py", ("--only", "nope")),
+        ("eval/compare.py", ()), ("eval/compare.py", ("nowhere", "nowhere2")), ("eval/compare.py", ("--nope",)),
+        ("eval/prove.py", ("--nope",)),
+        ("eval/prove.py", ("--prompts", "x")), ("eval/prove.py", ("--methods", "nope")), ("eval/prove.py", ("--checkpoint",
+        "/nowhere")),
+        ("eval/prove.py", ("--model", "/nowhere")), ("eval/prove.py", ("--prompts", "0")), ("eval/prove.py", ("--max-tokens",
+        "0")),
+        ("eval/gpu.py", ("--nope",)), ("train/bench.py", ("--nope",)), ("train/bench.py", ("--length", "x")),
+        ("train/bench.py", ("--only", "nope")),
     ):  # fmt: skip
         yield Case("command lines", f"{script} {' '.join(words)}", called(script, *words))
 
@@ -919,16 +1057,21 @@ def process_cases() -> Iterator[Case]:
         return action
 
     for script, *arguments in (
-        ("eval/run.py", "limt=3"), ("eval/run.py", "hydra/launcher=nope"), ("eval/run.py", "--nope"), ("eval/run.py", "model=tiny", "method=hybrid", "method.proposers={}"),
-        ("eval/run.py", "model=tiny", f"speculative_config={DEEP[:4000]}"), ("eval/run.py", "model=tiny", "max_batch_size=1000000000000"),
-        ("train/eagle.py", "model=tiny", "method.num_speculative_tokens=auto"), ("train/share.py", "checkpoint=x", "out=y", "num_speculative_tokens=1.5"),
-        ("eval/compare.py", "nowhere", "other"), ("eval/prove.py", "--nope"), ("train/prepare.py", "out=x.jsonl", "model.path=''"),
+        ("eval/run.py", "limt=3"), ("eval/run.py", "hydra/launcher=nope"), ("eval/run.py", "--nope"), ("eval/run.py",
+        "model=tiny", "method=hybrid", "method.proposers={}"),
+        ("eval/run.py", "model=tiny", f"speculative_config={DEEP[:4000]}"), ("eval/run.py", "model=tiny",
+        "max_batch_size=1000000000000"),
+        ("train/eagle.py", "model=tiny", "method.num_speculative_tokens=auto"), ("train/share.py", "checkpoint=x", "out=y",
+        "num_speculative_tokens=1.5"),
+        ("eval/compare.py", "nowhere", "other"), ("eval/prove.py", "--nope"), ("train/prepare.py", "out=x.jsonl",
+        "model.path=''"),
     ):  # fmt: skip
         yield Case("processes", f"{script} {' '.join(arguments)[:60]}", started(script, *arguments))
 
 
 MAKERS: dict[str, Callable[[], Iterator[Case]]] = {
-    "llm": llm_cases, "generate": generate_cases, "chat": chat_cases, "sampling": sampling_cases, "speculative": speculative_cases,
+    "llm": llm_cases, "generate": generate_cases, "chat": chat_cases, "sampling": sampling_cases,
+    "speculative": speculative_cases,
     "hub": hub_cases, "files of a target": target_cases, "drafters": drafter_cases, "lint": lint_cases, "prompts": prompt_cases,
     "rows": row_cases, "traces": trace_cases, "costs": cost_cases, "summaries": summary_cases, "manifests": manifest_cases,
     "command lines": command_cases, "processes": process_cases,
