@@ -107,7 +107,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         return from_json(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({first_line(error).removeprefix('ValueError: ')})") from None
+        raise ValueError(f"{where} is not JSON ({first_line(error).removeprefix('ValueError: ')})") from None
 
 
 def read_json(path: str | Path, fix: str = "") -> Any:

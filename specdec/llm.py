@@ -120,7 +120,10 @@ class SpeculativeConfig(Checked):
     def parse(cls, given: str | dict[str, Any] | None) -> SpeculativeConfig:
         """From JSON text, or the object itself; None means no speculation."""
         if isinstance(given, str):
-            given = parse_json(given, f"speculative_config={short_repr(given)}")
+            try:
+                given = parse_json(given, "speculative_config")
+            except ValueError as error:
+                raise ValueError(f"{error}: {short_repr(given)}") from None
         if given is None:
             return cls(method="none")
         if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):

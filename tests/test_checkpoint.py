@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from test_cli import OFFLINE, Cli, call, rows_of
 from test_drafters import changed, made_once
 from torch import Tensor
-from transformers import AutoConfig
 
 from specdec import checkpoint, hub, method
 from specdec.chain import ChainDrafter
@@ -195,7 +194,7 @@ def test_any_float_type_comes_back(engine: str, dtype: torch.dtype, tmp_path: Pa
 @pytest.mark.parametrize("name", ["eagle", "eagle-geometry", "eagle3", "eagle3-geometry", "eagle3-qwen3-layer"])
 def test_transformers_reads_the_layer_as_we_mean_it(name: str, tmp_path: Path) -> None:
     """Engines build the layer from what transformers makes of config.json."""
-    shape = AutoConfig.from_pretrained(written(tmp_path, name, "vllm"))
+    shape = hub.load_config(written(tmp_path, name, "vllm"))
     for key, value in trained(name).config["geometry"].items():
         assert getattr(shape, key) == value, key
 

@@ -24,7 +24,7 @@ from test_engine_law import LONG, TABLE, decode, misfit
 from test_exact import loaded, tiny_prompts
 from test_methods import context
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specdec import hub, method, rejection, sampling, tasks
 from specdec.core import Draft, Request, SamplingParams
@@ -491,9 +491,7 @@ def directory(kind: str) -> Path:
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1) if chr(c) != "q"]  # "q" stays a byte token
     tokens = ["<unk>", *letters, *BYTE_TOKENS, "▁the"]
     tokenizer = sentencepiece(tokens, ["<unk>", "</s>", "<end>"], unk_token="<unk>", eos_token="</s>")
-    model = AutoModelForCausalLM.from_pretrained(
-        hub.resolve("tiny" if kind == "renamed" else "tiny-qwen3"), dtype=torch.float32
-    )
+    model = hub.load_model(hub.resolve("tiny" if kind == "renamed" else "tiny-qwen3"), dtype=torch.float32)
     theirs = loaded("tiny-llama").tokenizer.get_vocab()
     size = len(tokenizer)
     own_of = {i: theirs[SHOWN[byte]] for byte, i in enumerate_bytes(tokenizer)} | {tokenizer.convert_tokens_to_ids("</s>"): 257}
@@ -638,7 +636,7 @@ def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
     [(hub.DEFAULT, 49152, 49152, 17), pytest.param("gemma-3-270m", 262144, 262034, 6249, marks=pytest.mark.prove)],
 )
 def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: int, num_special: int) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(hub.resolve(name))
+    tokenizer = hub.load_tokenizer(hub.resolve(name))
     found, backend = meanings(tokenizer, size), tokenizer.backend_tokenizer
     assert (len(found), sum(isinstance(meaning, str) for meaning in found)) == (count, num_special)
     for meaning, i in found.items():
