@@ -37,7 +37,7 @@ _COUNTS: tuple[Any, str] = (
     "a list of numbers of at least 1",
 )
 _MAPPING: tuple[Any, str] = (dict[Any, Any] | None, "a mapping, such as {key: value}, or null")
-_SEED: tuple[Any, str] = (Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, "an integer of 64 bits")
+_SEED: tuple[Any, str] = (Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, "a number, an integer of 64 bits")
 # What keys must be whose default does not tell: null, or a list. Those of `method`, `rejection`: llm.SpeculativeConfig's.
 TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
