@@ -13,25 +13,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> None:
     import torch
     from transformers.utils import logging
 
-    from specdec import bench, hub, linear, method, rejection, report, tasks, track
+    from specdec import bench, config, hub, linear, method, rejection, report, tasks, track
     from specdec.core import Request, SamplingParams
     from specdec.engine import Engine
     from specdec.method import suffix
-    from specdec.target import CausalLM
+    from specdec.target import CausalLM, choose_device, choose_dtype
 
     logging.set_verbosity_error()  # generate warns about its own arguments at every call
     out_dir, model, k = Path(cfg["out_dir"]), cfg["model"], cfg["num_speculative_tokens"]
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    track.refuse_taken(out_dir, cfg["resume"])
+    if cfg["resume"]:
+        raise ValueError("resume=true: a benchmark is not resumed; give another out_dir=")
+    # everything that a typo can break comes before the first figure
+    for dtype in cfg["dtypes"]:
+        choose_dtype(dtype, choose_device(model["device"]))
+    for key in ("threads", "batch_sizes", "suffix_tokens", "max_tokens", "num_speculative_tokens", "max_matching_ngram_size"):
+        for value in cfg[key] if isinstance(cfg[key], list) else [cfg[key]]:
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{key}={cfg[key]!r}: whole numbers, at least 1 are needed")
+    track.reserve(out_dir, resume=False, resumes=False)
     results: dict[str, Any] = {"environment": track.environment(), "speed": [], "batch": [], "suffix": []}
 
     for dtype in cfg["dtypes"]:
@@ -115,17 +122,14 @@ def run(cfg: dict[str, Any]) -> None:
     for count in cfg["suffix_tokens"]:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
 
-    track.claim(out_dir, cfg["resume"], {"bench": cfg["name"]})
+    track.claim(out_dir, False, {"bench": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     track.write_json(out_dir / "bench.json", results)
     report.show(*report.bench_tables(results), f"written to {out_dir}")
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="bench")
-def main(cfg: Any) -> None:
-    config.main(run)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("bench")
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("bench", run)

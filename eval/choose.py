@@ -15,9 +15,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 PLAIN = "none"
 
@@ -26,7 +24,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from specdec import cost, load, report, stats, tasks, track
+    from specdec import config, cost, load, report, stats, tasks, track
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.target import CausalLM
@@ -41,7 +39,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     model, out_dir, rows = cfg["model"], Path(cfg["out_dir"]), cfg["max_batch_size"]
     if cfg["resume"]:
         raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
-    track.refuse_taken(out_dir, resume=False)
+    track.reserve(out_dir, resume=False, resumes=False)
     torch.set_num_threads(config.threads(cfg))
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
@@ -71,7 +69,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             table = cost.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
         tables[name] = table
         load.warm_up(engines[name])
-    track.claim(out_dir, False, identity)
+    track.claim(out_dir, False, identity, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     tables = cost.share_verification(tables)
     for name, table in tables.items():
@@ -182,7 +180,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
 
 def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The object of every run by its name, plain decoding first. ValueError, one line, for what is not known."""
-    from specdec import method
+    from specdec import config, method
     from specdec.core import nearest
 
     known = [name for name in method.names() if name != "extract_hidden_states"]
@@ -251,11 +249,8 @@ def k_said(settings: Any, most: int) -> str:
     return f"{said}, adaptive" if settings.enable_adaptive_verification else said
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="choose")
-def main(cfg: Any) -> None:
-    config.main(run, resumes=False)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("choose")
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("choose", run)

@@ -8,12 +8,15 @@ Refuses to compare runs whose target, prompts, sampling or rejection differ, unl
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-from typing import Any
+from specdec import script
 
-from specdec import report
-from specdec.config import Parser, fail
+with script.one_line():
+    import argparse
+    from pathlib import Path
+    from typing import Any
+
+    from specdec import report
+    from specdec.core import writing
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 NUMBERS = (
@@ -24,15 +27,12 @@ SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="where compare.png goes (default: outputs)")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")
     arguments = parser.parse_args()
-    try:
-        compare(arguments.directory, arguments.out, arguments.anyway)
-    except (ValueError, OSError) as error:
-        fail(error)
+    compare(arguments.directory, arguments.out, arguments.anyway)
 
 
 def compare(directories: list[Path], out: Path, anyway: bool) -> None:
@@ -56,7 +56,9 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     labelled = {short[name]: summary for name, summary in runs.items()}
     report.show(report.compare_table(labelled), report.category_table(labelled))
     out.mkdir(parents=True, exist_ok=True)
-    report.show(f"plot: {report.plot_compare(labelled, out / 'compare.png')}")
+    with writing(out / "compare.png"):
+        plot = report.plot_compare(labelled, out / "compare.png")
+    report.show(f"plot: {plot}")
 
 
 def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
@@ -76,4 +78,5 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with script.one_line():
+        main()

@@ -9,18 +9,21 @@ of real shapes in bfloat16 with synthetic acceptance, so that it is seen apart f
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import time
-from pathlib import Path
+from specdec import script
 
-import torch
+with script.one_line():
+    import argparse
+    import subprocess
+    import sys
+    import time
+    from pathlib import Path
 
-from specdec import bench, config, cost, method, rejection
-from specdec.core import Context, Draft, Request, SamplingParams, Silent
-from specdec.engine import Engine
-from specdec.target import CausalLM
+    import torch
+
+    from specdec import bench, cost, method, rejection
+    from specdec.core import Context, Draft, Request, SamplingParams, Silent
+    from specdec.engine import Engine
+    from specdec.target import CausalLM
 
 BUDGET_S = 420
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them
@@ -28,10 +31,10 @@ PROMPT, K, LENGTH = 256, 5, 3.0
 
 
 def main() -> None:
-    parser = config.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
-    parser.add_argument("--max-tokens", type=config.count, default=128)
+    parser.add_argument("--max-tokens", type=script.count, default=128)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
@@ -122,4 +125,5 @@ def requests(rows: int, max_tokens: int) -> list[Request]:
 
 
 if __name__ == "__main__":
-    main()
+    with script.one_line():
+        main()

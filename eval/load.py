@@ -16,15 +16,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from specdec import load, report, stats, tasks, track
+    from specdec import config, load, report, stats, tasks, track
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
@@ -41,7 +39,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
-    track.refuse_taken(out_dir, resume=False)
+    track.check_logger(cfg["logger"])
+    track.reserve(out_dir, resume=False, resumes=False)
     torch.set_num_threads(config.threads(cfg))
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
@@ -61,7 +60,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "request_rate": str(cfg["request_rate"]),
         **shape,
     }
-    track.claim(out_dir, False, identity)
+    track.claim(out_dir, False, identity, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     common = {
         "method": name,
@@ -143,11 +142,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="load")
-def main(cfg: Any) -> None:
-    config.main(run, resumes=False)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("load", *config.its_method())
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("load", run, *config.its_method())

@@ -15,15 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> None:
     import torch
 
-    from specdec import cost, report, track
+    from specdec import config, cost, report, track
     from specdec.core import SamplingParams
     from specdec.llm import SpeculativeConfig
     from specdec.target import CausalLM
@@ -39,7 +37,7 @@ def run(cfg: dict[str, Any]) -> None:
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")
-    track.refuse_taken(out_dir, resume=False)
+    track.reserve(out_dir, resume=False, resumes=False)
     before = None if cfg["acceptance"] is None else read_run(Path(cfg["acceptance"]), name)
     torch.set_num_threads(config.threads(cfg))
 
@@ -50,6 +48,9 @@ def run(cfg: dict[str, Any]) -> None:
     for key, value in (("target", target.name), ("dtype", dtype)):
         if before is not None and before["summary"].get(key) != value:
             raise ValueError(f"acceptance={cfg['acceptance']}: a run of {key}={before['summary'].get(key)!r}, not {value!r}")
+    acceptance = None if before is None else survival_of(before, target.max_model_len)
+    if acceptance is not None and not acceptance[-1]:
+        raise ValueError(f"acceptance={cfg['acceptance']}: no step of it had a whole draft; decode more tokens")
     sizes, longest = cost.sizes_up_to(cfg["max_batch_size"]), max(most, cfg["max_draft"] or 0)
     total = len(sizes) * (cfg["repeats"] + 1) * len(cost.lengths_up_to(longest))
     with report.one_bar("steps", total) as advance:
@@ -57,10 +58,8 @@ def run(cfg: dict[str, Any]) -> None:
     table = replace(table, about={**table.about, "method": name, "environment": track.environment()})
 
     parts, proposal = list[Any](report.cost_tables(table)), ""
-    if before is not None:
-        stood_K, reach_K, count = survival_of(before, target.max_model_len)
-        if not count:
-            raise ValueError(f"acceptance={cfg['acceptance']}: no step of it had a whole draft; decode more tokens")
+    if acceptance is not None:
+        stood_K, reach_K, count = acceptance
         if len(stood_K) < most:
             parts.append(
                 f"note: the drafts of {cfg['acceptance']} had K={len(stood_K)}, and nothing is known beyond it, so at most "
@@ -72,7 +71,7 @@ def run(cfg: dict[str, Any]) -> None:
         parts.append(report.schedule_table(table, cost.tokens_per_s(table, stood_K, most, reach_K)))
         parts.append(f"P(i draft tokens stand), of {count} steps: {' '.join(f'{p:.2f}' for p in stood_K)}")
         proposal = f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}\n"
-    track.claim(out_dir, False, {"profile": cfg["name"]})
+    track.claim(out_dir, False, {"profile": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     table.save(out_dir / "cost.json")
     report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")
@@ -123,11 +122,8 @@ def survival_of(run: dict[str, Any], max_model_len: int) -> tuple[list[float], l
     return stats.survival([track.stats_of(row) for row in run["rows"]], budgets, num_draft)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="profile_cost")
-def main(cfg: Any) -> None:
-    config.main(run, resumes=False)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("profile_cost", *config.its_method())
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("profile_cost", run, *config.its_method())

@@ -11,45 +11,50 @@ drafts are hardly ever right. Exit code 1 if a single token differs. `make prove
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
+from specdec import script
 
-import torch
+with script.one_line():
+    import argparse
+    import sys
+    import tempfile
+    import time
+    from pathlib import Path
+    from typing import Any
 
-from specdec import config, hub, method, report, tasks
-from specdec.checkpoint import native
-from specdec.core import Request, SamplingParams
-from specdec.drafter import Drafter, Init
-from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
-from specdec.target import CausalLM
+    import torch
+
+    from specdec import config, hub, method, report, tasks
+    from specdec.checkpoint import native
+    from specdec.core import Request, SamplingParams
+    from specdec.drafter import Drafter, Init
+    from specdec.engine import Engine
+    from specdec.llm import SpeculativeConfig
+    from specdec.target import CausalLM
 
 BATCH_SIZES = (1, 3, 8)
 
 
 def main() -> None:
-    parser = config.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT, help="directory, hub id or embedded name")
     parser.add_argument(
-        "--prompts", type=config.count, default=24, help="conversations of the demo task, from its categories in turn"
+        "--prompts", type=script.count, default=24, help="conversations of the demo task, from its categories in turn"
     )
-    parser.add_argument("--max-tokens", type=config.count, default=64)
+    parser.add_argument("--max-tokens", type=script.count, default=64)
     parser.add_argument("--methods", nargs="*", help="only these")
     parser.add_argument("--checkpoint", nargs="*", default=[], help="trained drafters")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        sys.exit(prove(arguments.model, arguments.prompts, arguments.max_tokens, arguments.methods, arguments.checkpoint))
-    except ValueError as error:
-        config.fail(error)
+    with tempfile.TemporaryDirectory() as scratch:
+        sys.exit(
+            prove(
+                arguments.model, arguments.prompts, arguments.max_tokens, arguments.methods, arguments.checkpoint, Path(scratch)
+            )
+        )
 
 
-def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str]) -> int:
-    """Number of combinations that failed (0 is a proof)."""
+def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str], scratch: Path) -> int:
+    """Number of combinations that failed (0 is a proof). scratch: a directory for drafters that are made here."""
     for name in methods or ():
         method.find(name)
     drafters = {method.of_checkpoint(path): path for path in checkpoints}
@@ -74,7 +79,7 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
         if methods and path.stem not in methods:
             continue
         settings = {key: value for key, value in config.read(path).items() if value is not None}
-        settings |= needed(settings.pop("name"), target, drafters)
+        settings |= needed(settings.pop("name"), target, drafters, scratch)
         for batch_size in BATCH_SIZES:
             for what, reference, params, more in (
                 ("T=0    equals HF generate   ", greedy, SamplingParams(temperature=0, max_tokens=max_tokens), {}),
@@ -92,9 +97,10 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
     return failures
 
 
-def needed(name: str, target: CausalLM, drafters: dict[str, str]) -> dict[str, Any]:
+def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path) -> dict[str, Any]:
     """What a method's YAML leaves to the user."""
-    directory, drafter = tempfile.mkdtemp(), method.find(name)
+    directory, drafter = scratch / name, method.find(name)
+    directory.mkdir(exist_ok=True)
     if name in drafters:
         return {"method": name, "model": drafters[name]}
     if name == "draft_model":
@@ -103,11 +109,11 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str]) -> dict[str, A
         return {"method": name, "model": str(target.path), "pard_token": target.vocab_size - 1}
     if name == "extract_hidden_states":
         layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [target.num_layers]}}
-        return {"method": name, "draft_model_config": layers, "shared_storage_path": directory}
+        return {"method": name, "draft_model_config": layers, "shared_storage_path": str(directory)}
     if not issubclass(drafter, Drafter):
         return {"method": name}
-    native.save(Path(directory), drafter.fresh(target, {}, Init()), {}, "")
-    return {"method": name, "model": directory}
+    native.save(directory, drafter.fresh(target, {}, Init()), {}, "")
+    return {"method": name, "model": str(directory)}
 
 
 def conversations(target: CausalLM, count: int, max_tokens: int) -> list[list[int]]:
@@ -132,4 +138,5 @@ def decode(
 
 
 if __name__ == "__main__":
-    main()
+    with script.one_line():
+        main()

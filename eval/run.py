@@ -18,15 +18,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from specdec import cost, method, parallel_state, rejection, report, tasks, track, vocabulary
+    from specdec import config, cost, method, parallel_state, rejection, report, tasks, track, vocabulary
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
@@ -42,7 +40,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     speculative.check(size)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    track.refuse_taken(out_dir, cfg["resume"])
+    track.check_logger(cfg["logger"])
+    track.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(config.threads(cfg))
 
     if size == 1 < started:
@@ -142,15 +141,12 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="eval")
-def main(cfg: Any) -> None:
-    config.main(run)(cfg)
-
-
 if __name__ == "__main__":
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from specdec import parallel_state
+    with script.one_line():
+        from specdec import config
 
-        parallel_state.speak_once()
-    config.check_command_line("eval", *config.its_method())
-    main()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            from specdec import parallel_state
+
+            parallel_state.speak_once()
+        config.launch("eval", run, *config.its_method())

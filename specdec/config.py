@@ -5,14 +5,15 @@ Only this file and the scripts import Hydra.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -22,7 +23,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from yaml import MarkedYAMLError
 
-from specdec.core import nearest, parse_json, short_repr
+from specdec.core import nearest, parse_json, short_repr, writing
+from specdec.script import fail, one_line
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 _DECIDING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
@@ -87,37 +89,6 @@ _OPTIONS = {  # Hydra's own, with the values that they take
 }  # fmt: skip
 
 
-_GOES_ON = "; what had finished is kept, and resume=true goes on with the rest"
-
-
-def fail(message: object) -> None:
-    """End the program with one line on stderr and exit code 1. Of processes that decode together one says it."""
-    first = str(message).strip().splitlines()[0] if str(message).strip() else "failed"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from specdec import parallel_state
-
-        if (speaks := parallel_state.is_first_to_fail()) is not None:
-            if speaks:  # at once: when the first has ended, torchrun ends the others
-                print(f"error: {first}", file=sys.stderr, flush=True)
-            sys.exit(1)
-    sys.exit(f"error: {first}")
-
-
-class Parser(argparse.ArgumentParser):
-    """For scripts without Hydra: a mistake on the command line is one line here too."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message}; see --help")
-        raise SystemExit(1)
-
-
-def count(text: str) -> int:
-    """An argument that must be a number from 1 on."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
-    return int(text)
-
-
 def check_command_line(config_name: str, *defaults: str) -> None:
     """Refuse unknown keys and choices, naming the nearest valid one, before Hydra sees them. Quotes JSON for its grammar.
 
@@ -131,6 +102,8 @@ def check_command_line(config_name: str, *defaults: str) -> None:
     try:
         arguments = _without_options(sys.argv[1:])
         composed = _check(config_name, arguments, multirun)
+        if multirun and "out_dir" not in composed:
+            raise ValueError("-m: this script writes one thing; call it once for every value")
         if multirun:
             sys.argv += _sweep_directory(composed, arguments)
     except MarkedYAMLError as error:
@@ -382,36 +355,52 @@ def _nearest_key(key: str, known: set[str]) -> str:
     return f"valid: {', '.join(inside or sorted(k for k in known if '.' not in k))}"
 
 
-def main(run: Callable[[dict[str, Any]], object], resumes: bool = True) -> Callable[[DictConfig], None]:
-    """Wrap a script's function of a plain dict: resolves the config, gives a sweep's jobs directories of their own, and ends
-    with one line instead of a traceback for what a user can mend. resumes: whether an interrupted run can go on."""
+def launch(config_name: str, run: Callable[[dict[str, Any]], object], *defaults: str) -> None:
+    """Check the command line, compose the config, and call a script's function with it as a plain dict: once, or for every job
+    of a sweep, each with a directory of its own.
 
-    def wrapped(cfg: DictConfig) -> None:
-        try:
+    config_name: a page of conf/; defaults: as `check_command_line` takes them. Raises ValueError, one line, for what Hydra
+    refuses.
+    """
+    check_command_line(config_name, *defaults)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here; Hydra would print several lines
+    given = list(sys.argv)
+    sys.argv.append(f"hydra.job.name={Path(sys.argv[0]).stem}")
+
+    def job(cfg: DictConfig) -> None:
+        sys.argv[:] = given  # what a checkpoint says it was made by
+        with one_line(), _plain_errors():  # here already: of a job that fails, Hydra says so in a line of its own
             _name_by_object(cfg)
             plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            _check_name(plain)
             _own_directory(plain)
             run(plain)
-        except MissingMandatoryValue as error:
-            key = re.search(r"full_key: (\S+)", str(error))
-            fail(f"{key[1]} is missing; give {key[1]}=..." if key else error)
-        except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
-            fail(error)
-        except (MemoryError, OverflowError) as error:
-            fail(f"{type(error).__name__}: {error}; a number is too large for this machine, such as max_batch_size or seed")
-        except RuntimeError:
-            from specdec import parallel_state
 
-            if parallel_state.another_failed():  # that one has said why
-                sys.exit(1)
-            raise
-        except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") != "0":  # torchrun interrupts all of its processes
-                sys.exit(130)
-            print(f"interrupted{_GOES_ON if resumes else ''}", file=sys.stderr)
-            sys.exit(130)
+    with _plain_errors():
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
 
-    return wrapped
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What Hydra and OmegaConf refuse is a ValueError of one line."""
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        key = re.search(r"full_key: (\S+)", str(error))
+        raise ValueError(f"{key[1]} is missing; give {key[1]}=..." if key else str(error)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_name(cfg: dict[str, Any]) -> None:
+    """A run's name is the last part of its directory, unless that is given: it must not lead anywhere else."""
+    name = cfg.get("name")
+    if name is None:
+        return
+    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", name) or len(name.encode()) > 200:
+        raise ValueError(
+            f"name={name!r} is no name of a directory: no slash, not '..', at most 200 bytes; out_dir= takes any path"
+        )
 
 
 def _name_by_object(cfg: DictConfig) -> None:
@@ -439,7 +428,10 @@ def _own_directory(cfg: dict[str, Any]) -> None:
     said = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(here))[:60].strip("_")
     out_dir = Path(cfg["out_dir"]) / f"{HydraConfig.get().job.num}-{said}"
     cfg["out_dir"] = str(out_dir)
-    cfg["resume"] = cfg["resume"] and out_dir.exists()  # of an interrupted sweep, some jobs have not begun
+    from specdec import track
+
+    # of an interrupted sweep, some jobs have not begun
+    cfg["resume"] = cfg["resume"] and (out_dir / track.MARKER).exists()
 
 
 def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
@@ -503,8 +495,9 @@ def model_name(model: dict[str, Any]) -> str:
 def save(cfg: dict[str, Any], path: Path) -> None:
     """Write a resolved config, whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
-    temporary.replace(path)
+    with writing(path):
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(cfg)))
+        temporary.replace(path)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -11,9 +11,11 @@ Letters of their laws: p is the target's, q is the drafter's.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -99,6 +101,24 @@ def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None)
 def first_line(error: Exception) -> str:
     """Another library's error, short enough to stand inside a line of ours."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An error of the operating system within the block names the file: what fails in a write or a flush does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+        raise
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the permissions that `open` would have given it: safetensors makes its files private."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def parse_json(text: str | bytes, where: str) -> Any:

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from specdec.core import first_line, nearest, short_repr
+from specdec.core import apply_umask, first_line, nearest, short_repr, writing
 
 DEFAULT = "smollm2-135m"
 ADAPTER = "adapter_config.json"  # of a PEFT adapter
@@ -179,11 +180,13 @@ def load_config(path: str | Path) -> Any:
 def _once(directory: Path, make: Any) -> Path:
     """Make a directory under a temporary name and rename it when whole: what has the final name is complete."""
     if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        temporary = directory.with_name(f".{directory.name}-{secrets.token_hex(4)}")
+        temporary.mkdir(parents=True)  # as the umask has it: a cache may be shared
         try:
-            make(temporary)
-            temporary.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
+            with writing(directory):
+                make(temporary)
+                for path in temporary.rglob("*.safetensors"):
+                    apply_umask(path)
             with contextlib.suppress(OSError):  # another process was first, and its result is the same
                 temporary.rename(directory)
         finally:

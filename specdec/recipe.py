@@ -7,6 +7,7 @@ load the target and the data, make the drafter, `fit`, and write down what came 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from accelerate import PartialState
 
 from specdec import config, method, rejection, report, track
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import SamplingParams
+from specdec.core import SamplingParams, nearest
 from specdec.target import CausalLM, choose_device
 from specdec.training import data, features, loop
 
@@ -66,8 +67,10 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     at_least("eval.num_prompts", cfg["eval"]["num_prompts"], 0)
     at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
     at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
+    model_arguments = model_said(model)
+    track.check_logger(cfg["logger"])
     out_dir = Path(cfg["out_dir"])
-    track.refuse_taken(out_dir, cfg["resume"])
+    track.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
 
     device = choose_device(model["device"])
@@ -160,6 +163,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
             resume=cfg["resume"],
         )  # fmt: skip
     if metrics is None:
+        stop(processes, result)
         return result
     last = metrics.rows.rows[-1] if metrics.rows.rows else None
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
@@ -178,12 +182,24 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         report.show(f"wandb: {where}")
     report.show(f"written to {out_dir}; decode with it:")
     count = f"method.num_speculative_tokens={asked['num_speculative_tokens']}"
-    print(f"python eval/run.py {model_said(model)}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
+    print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
+    stop(processes, result)
     return result
 
 
+def stop(processes: PartialState, result: dict[str, Any]) -> None:
+    """End a run that was stopped with the exit code of its signal: 130 (SIGINT) or 143 (SIGTERM), after all processes have come
+    so far."""
+    if result["interrupted"]:
+        processes.wait_for_everyone()
+        sys.exit(128 + result["stopped_by"])
+
+
 def model_said(model: dict[str, Any]) -> str:
-    """The `model` group's choice as arguments, where it is not the default."""
+    """The `model` group's choice as arguments, where it is not the default. ValueError if there is no such choice."""
+    known = [path.stem for path in (config.CONF / "model").glob("*.yaml")]
+    if model["name"] not in known:
+        raise ValueError(f"model.name={model['name']!r}: no such choice; {nearest(str(model['name']), known)}")
     default = config.read(config.CONF / "model" / f"{model['name']}.yaml")
     given = [f"model={model['name']}"] if model["name"] != "llama" else []
     given += [f"model.{key}={model[key]}" for key in ("path", "size", "architecture") if model.get(key) != default.get(key)]

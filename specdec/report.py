@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from specdec import stats
-from specdec.core import first_mistake, read_json_object
+from specdec.core import first_mistake, read_json_object, writing
 from specdec.cost import CostTable
 from specdec.rejection import Verifier
 from specdec.stats import RequestStats
@@ -188,7 +188,8 @@ def plot_training(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
         if axis.lines:
             loc = {0: "upper right", 1: "upper left", 2: "upper left", 3: "lower left"}[list(axes.flat).index(axis)]
             axis.legend(fontsize=8, loc=loc, ncols=2 if axis in axes[0] else 1)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
@@ -339,7 +340,8 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     axis.set_ylim(top=1.2 * axis.get_ylim()[1])
     axis.legend(fontsize=8, loc="upper left", ncols=3)
 
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
@@ -474,7 +476,8 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
         axis.set_xticks(place, names, rotation=20, ha="right")
         axis.set_title(title)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(runs), 5), fontsize=9)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
@@ -585,7 +588,8 @@ def plot_cost(table: CostTable, title: str, path: Path) -> Path:
         axis.set_ylim(bottom=0)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
@@ -712,7 +716,8 @@ def plot_load(served: list[stats.Served], turns: Iterable[dict[str, Any]], edges
     axis.set_xlabel("rows decoded together")
     axis.set_title("Share of steps by batch size")
 
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
@@ -906,6 +911,7 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
     axis.legend(fontsize=8, loc="upper left", ncols=2)
     axis.set_title(f"Gain over {summary['plain']}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 8), fontsize=9)
-    figure.savefig(path, dpi=110)
+    with writing(path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
     return path

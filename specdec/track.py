@@ -9,50 +9,69 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, ValidationError
 
-from specdec import __version__
-from specdec.core import Request, SamplingParams
+from specdec import __version__, lock, script
+from specdec.core import Checked, Request, SamplingParams, first_line, writing
 from specdec.llm import answer_text
 from specdec.stats import RequestStats, Served, request_metrics
 from specdec.target import CausalLM
 from specdec.tasks import Task, fingerprint, request_id
 
 MARKER = "run.json"
+LOCK = ".lock"
+WANDB_ID = "wandb.json"
 _WRITTEN = (  # names that runs write under
     "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
     "run.png", "train.png", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
-    "cost.json", "cost.png",
+    "cost.json", "cost.png", WANDB_ID,
 )  # fmt: skip
 _LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "proposer")
 _TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "decode_s")
 
 
-def refuse_taken(out_dir: Path, resume: bool) -> None:
-    """Raise ValueError if the directory holds a run and resume is false, or holds none and resume is true."""
-    taken = (out_dir / MARKER).exists()
-    if taken and not resume:
-        raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir=, or resume=true to go on with it")
-    if resume and not taken:
-        raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
+def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
+    """Lock a directory for this run alone, before anything expensive; `claim` takes it. It is made if there is none, and goes
+    again if nothing is written there. Of the processes of one run, the first one does it for all.
+
+    resumes: whether the script can go on with a run. Raises ValueError if another process has the directory, if it holds a run
+    and resume is false, or holds none and resume is true.
+    """
+    if not is_main_process():
+        return
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"out_dir={out_dir} is a file; give a directory")
-    if not taken and out_dir.is_dir():
+    taken = (out_dir / MARKER).exists()
+    if resume and not taken:
+        raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
+    lock.acquire(out_dir / LOCK, f"out_dir={out_dir}")
+    taken = (out_dir / MARKER).exists()
+    if taken and not resume:
+        go_on = ", or resume=true to go on with it" if resumes else ""
+        raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir={go_on}")
+    if not taken:
         found = sorted(path.name for path in out_dir.iterdir() if path.name in _WRITTEN or path.suffix == ".safetensors")
         if found:
             raise ValueError(f"out_dir={out_dir} holds {found[0]}, which is of no run of ours; give another out_dir=")
 
 
-def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
+def is_main_process() -> bool:
+    """Whether this is the process that writes: the only one, or the first of those that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool = True) -> None:
     """Take a directory for a run. identity: what must be the same for a run to be resumed.
 
-    Raises ValueError as `refuse_taken` does, and if what is to be resumed is another run.
+    Raises ValueError as `reserve` does, and if what is to be resumed is another run.
     """
-    refuse_taken(out_dir, resume)
+    reserve(out_dir, resume, resumes)
     marker = out_dir / MARKER
     if resume:
         try:
@@ -69,9 +88,9 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any]) -> None:
                 inner = next(inner for inner in {**was, **now} if was.get(inner) != now.get(inner))
                 key, was, now = f"{key}.{inner}", was.get(inner), now.get(inner)
             raise ValueError(f"resume=true, but {key} was {was!r} and is {now!r}; use the same settings or another out_dir=")
-        return
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_json(marker, identity)
+    else:
+        write_json(marker, identity)
+    script.keeps(out_dir, resumes)
 
 
 def asked(target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dict[str, Any], scheme: str) -> dict[str, Any]:
@@ -89,8 +108,9 @@ def asked(target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dic
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
-    temporary.replace(path)
+    with writing(path):
+        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
+        temporary.replace(path)
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
@@ -158,19 +178,48 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         if self._keep:
             self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def keep(self, rows: list[dict[str, Any]]) -> None:
         """Forget all other rows, in the file too."""
         self._file.close()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(self.path)
+        with writing(self.path):
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            temporary.replace(self.path)
         self.rows, self._file = rows, self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
+
+
+class Logger(Checked):
+    """Keys of the `logger` group. name: `wandb`, or `none` for files alone, which has no other key."""
+
+    what: ClassVar[str] = "logger key"
+
+    name: Literal["none", "wandb"]
+    project: str = Field("specdec", min_length=1)
+    entity: str | None = Field(None, min_length=1)
+    mode: Literal["online", "offline"] | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
+def check_logger(logger: dict[str, Any]) -> None:
+    """Raise ValueError, one line, for what W&B would refuse when the run has ended."""
+    for key, value in Logger(**logger).model_dump().items():
+        if logger["name"] == "wandb" and key in ("project", "entity", "tags"):
+            import wandb
+
+            try:
+                wandb.Settings(**{"run_tags" if key == "tags" else key: value})
+            except ValidationError as error:
+                raise ValueError(f"logger.{key}={value!r}: {error.errors()[0]['msg']}") from None
+            except wandb.Error as error:
+                raise ValueError(f"logger.{key}={value!r}: {first_line(error)}") from None
 
 
 class Metrics:
@@ -282,21 +331,39 @@ def to_wandb(
 
 
 def _wandb_run(logger: dict[str, Any], cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
+    """A run of W&B: of a directory always the same one, whose id is kept there."""
     import wandb
 
     mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
-    run = wandb.init(
-        project=logger["project"],
-        entity=logger["entity"],
-        name=cfg["name"],
-        job_type=job_type,
-        tags=logger["tags"],
-        config=cfg,
-        dir=cfg["out_dir"],
-        mode=mode,
-        settings=wandb.Settings(silent=True),
-    )
+    try:
+        run = wandb.init(
+            id=_wandb_id(Path(cfg["out_dir"]) / WANDB_ID),
+            resume="allow",
+            project=logger["project"],
+            entity=logger["entity"],
+            name=cfg["name"],
+            job_type=job_type,
+            tags=logger["tags"],
+            config=cfg,
+            dir=cfg["out_dir"],
+            mode=mode,
+            settings=wandb.Settings(silent=True),
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"logger=wandb: {first_line(error)}; mend that, or use logger.mode=offline; the files in {cfg['out_dir']} are whole"
+        ) from None
     return run, mode
+
+
+def _wandb_id(path: Path) -> str:
+    """The id in a file, which is made if there is none."""
+    if not path.exists():
+        write_json(path, {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)})
+    try:
+        return str(json.loads(path.read_text())["id"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: holds no id of a W&B run; remove it to begin another run there") from None
 
 
 def _has_wandb_key() -> bool:

@@ -582,10 +582,9 @@ def test_a_checkpoint_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- which checkpoints stay
 
 
-def told(values: dict[int, float]) -> Callable[[Checkpoint], dict[str, Any]]:
-    """For `evaluate`: the values in turn, whatever the checkpoint."""
-    left = iter(values.values())
-    return lambda checkpoint: {"mean_acceptance_length": next(left)}
+def told(values: dict[int, float]) -> Callable[[Path], dict[str, Any]]:
+    """For `evaluate`: the value of the checkpoint's step."""
+    return lambda checkpoint: {"mean_acceptance_length": values[int(checkpoint.name.removeprefix("step-"))]}
 
 
 def test_the_best_is_what_was_measured(tmp_path: Path) -> None:
@@ -693,17 +692,17 @@ def kill_at(patch: pytest.MonkeyPatch, place: int) -> list[str]:
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Between any two operations on the disk: what has a final name is whole, `best` leads somewhere, and the run can be
-    resumed to what it would have been."""
-    how: dict[str, Any] = {"max_steps": 4, "global_batch_size": 2, "eval_every": 1, "save_every": 1, "keep": 1}
+    resumed to what it would have been: weights, rows, and the best."""
+    how: dict[str, Any] = {"max_steps": 4, "global_batch_size": 2, "eval_every": 1, "save_every": 2, "keep": 1}
     values = {1: 1.3, 2: 1.5, 3: 1.2, 4: 1.1}
+    logged: dict[int, dict[str, Any]] = {}
 
     def go(out_dir: Path, place: int, resume: bool = False) -> tuple[Trained | None, list[str]]:
-        done = max(steps_in(out_dir), default=0) if resume else 0
-        more = {"evaluate": told({step: value for step, value in values.items() if step > done}), "resume": resume}
+        more = {"evaluate": told(values), "resume": resume}
         with pytest.MonkeyPatch.context() as patch:
             operations = kill_at(patch, place)
             try:
-                return train(out_dir, more=more, **how), operations
+                return train(out_dir, more=more, log=lambda row: logged.update({row["step"]: row}), **how), operations
             except KilledHere:
                 return None, operations
 
@@ -713,6 +712,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     wrong = []
     for place in range(1, len(operations) + 1):
         out_dir = tmp_path / str(place)
+        logged.clear()
         killed, _ = go(out_dir, place)
         assert killed is None
         for step in steps_in(out_dir):
@@ -722,6 +722,9 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         rest, _ = go(out_dir, 0, resume=True)
         assert rest is not None
         same(rest.weights, straight.weights, 1e-7)
+        same_rows(list(logged.values()), straight.rows)
+        assert rest.result["best"] == straight.result["best"], f"after operation {place} ({operations[place - 1]})"
+        assert steps_in(out_dir) == steps_in(straight.out_dir)
         if rest.rows:  # unless it had ended
             assert list(out_dir.glob("checkpoints/.*")) == [], f"something is left behind after operation {place}"
         best = rest.result["best"]
@@ -730,6 +733,84 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         if not (out_dir / "best" / "config.json").exists() and best:
             wrong.append(f"{place} ({operations[place - 1]}): the link of the best leads nowhere")
     assert not wrong, "; ".join(wrong)
+
+
+EVALUATIONS = {"max_steps": 8, "held_out": HELD_OUT, "log_every": 3, "eval_every": 2, "save_every": 4, "keep": 1}
+VALUES = {2: 1.9, 4: 1.2, 6: 1.5, 8: 1.4}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("straight"), more={"evaluate": told(VALUES)}, **EVALUATIONS)
+
+
+def as_if_never_stopped(done: Trained, rows: list[dict[str, Any]], straight: Trained) -> None:
+    """Rows (of equal steps, the last), weights, best, and what is there."""
+    same_rows([row for _, row in sorted({row["step"]: row for row in rows}.items())], straight.rows)
+    same(done.weights, straight.weights, 1e-7)
+    assert done.result["best"] == straight.result["best"] == {"step": 2, "mean_acceptance_length": 1.9}
+    assert (done.out_dir / "best").resolve() == step_dir(done.out_dir, 2).resolve()
+    assert (done.out_dir / "last").resolve() == step_dir(done.out_dir, 8).resolve()
+    assert steps_in(done.out_dir) == steps_in(straight.out_dir) == [2, 8]
+    assert (done.result["interrupted"], done.result["stopped_by"]) == (False, None)
+
+
+def test_killed_while_evaluating_and_again_while_that_is_made_good(straight: Trained, tmp_path: Path) -> None:
+    """The checkpoint of step 2, the best, is judged by the third process."""
+    rows: list[dict[str, Any]] = []
+
+    def killed(checkpoint: Path) -> dict[str, Any]:
+        raise KilledHere
+
+    for resume in (False, True):
+        with pytest.raises(KilledHere):
+            train(tmp_path, more={"evaluate": killed, "resume": resume}, log=rows.append, **EVALUATIONS)
+        assert (rows, steps_in(tmp_path)) == ([], [2])
+    done = train(tmp_path, more={"evaluate": told(VALUES), "resume": True}, log=rows.append, **EVALUATIONS)
+    assert [row["step"] for row in rows] == [2, 3, 4, 6, 8], "every row once"
+    as_if_never_stopped(done, rows, straight)
+
+
+def test_killed_before_its_row_is_written(straight: Trained, tmp_path: Path) -> None:
+    """What was evaluated is not evaluated again, and a row that was written may be written twice."""
+    rows: list[dict[str, Any]] = []
+    evaluated: list[str] = []
+
+    def evaluate(checkpoint: Path) -> dict[str, Any]:
+        evaluated.append(checkpoint.name)
+        return told(VALUES)(checkpoint)
+
+    def killed(row: dict[str, Any]) -> None:
+        if row["step"] == 2 and len(evaluated) == 1:
+            raise KilledHere
+
+    with pytest.raises(KilledHere):
+        train(tmp_path, more={"evaluate": evaluate}, log=killed, **EVALUATIONS)
+    done = train(tmp_path, more={"evaluate": evaluate, "resume": True}, log=rows.append, **EVALUATIONS)
+    assert evaluated == [f"step-{step:08d}" for step in VALUES]
+    as_if_never_stopped(done, rows, straight)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 8], ids="at step {}".format)
+def test_stopped_at_any_step_and_resumed_is_never_stopped(step: int, straight: Trained, tmp_path: Path) -> None:
+    """Where an evaluation is due (2, 8) it is made good; where no row is due (1, 5) there is none, and the next one counts all
+    steps since the row before."""
+    rows: list[dict[str, Any]] = []
+    more = {"evaluate": told(VALUES), "advance": stop_at(step, signal.SIGINT)}
+    first = train(tmp_path, more=more, log=rows.append, **EVALUATIONS)
+    assert (first.result["step"], first.result["interrupted"], first.result["stopped_by"]) == (step, True, signal.SIGINT)
+    assert [row["step"] for row in rows] == {1: [], 2: [], 3: [2, 3], 5: [2, 3, 4], 8: [2, 3, 4, 6]}[step]
+    done = train(tmp_path, more={"evaluate": told(VALUES), "resume": True}, log=rows.append, **EVALUATIONS)
+    as_if_never_stopped(done, rows, straight)
+
+
+def test_steps_that_are_not_finite_count_on(tmp_path: Path) -> None:
+    """Two before a stop and one after it are three in a row."""
+    spoilt = partial(Watched, online("eagle3"), lambda name: True)
+    how: dict[str, Any] = {"max_steps": 9, "max_nonfinite": 3}
+    train(tmp_path, source=spoilt(), more={"advance": stop_at(2, signal.SIGTERM)}, **how)
+    with pytest.raises(ValueError, match="not finite in 3 steps in a row, up to step 3"):
+        train(tmp_path, source=spoilt(), more={"resume": True}, **how)
 
 
 def test_half_a_checkpoint_is_cleaned_up(tmp_path: Path) -> None:
@@ -1172,7 +1253,7 @@ def test_an_interrupted_script_says_how_to_go_on(
 
         patch.setattr(loop, "fit", stopping)
         done = cli(*arguments, *EAGLE3, f"out_dir={out_dir}")
-    assert done.code == 0, done.err
+    assert done.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number], done.err
     assert "stopped after step 10 of 20" in done.out
     assert f"resume=true out_dir={out_dir}" in done.out.replace("\n", "")
     assert json.loads((out_dir / "summary.json").read_text())["interrupted"] is True
@@ -1281,7 +1362,9 @@ def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, 
     same(state_of(tmp_path / "stopped" / "last"), state_of(trained[0] / "last"))
     same_rows(rows_of(tmp_path / "stopped" / "metrics.jsonl"), rows)
 
-    said = [line.partition(": ")[2] for line in done.out.splitlines() if line.startswith("rank ")]
+    exits = [line.partition(": ")[::2] for line in done.out.splitlines() if line.startswith("rank ")]
+    assert sorted(name for name, code in exits if code == "143") == [f"rank {r}, job {j}" for r in (0, 1) for j in (2, 3)]
+    said = [code for _, code in exits if code != "143"]
     assert len(said) == 2, done.out
     assert len(set(said)) == 1
     assert said[0].startswith("error: ")

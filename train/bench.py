@@ -9,29 +9,36 @@ that of a process for each.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
+from specdec import script
 
-import numpy as np
-import torch
-from torch import Tensor
+with script.one_line():
+    import argparse
+    import json
+    import subprocess
+    import sys
+    import tempfile
+    import time
+    from pathlib import Path
+    from typing import Any
 
-from specdec.drafter import Init, Objective
-from specdec.method.eagle3 import Eagle3
-from specdec.target import CausalLM
-from specdec.training import data, features
-from specdec.training.data import Sample
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from specdec.drafter import Init, Objective
+    from specdec.method.eagle3 import Eagle3
+    from specdec.target import CausalLM
+    from specdec.training import data, features
+    from specdec.training.data import Sample
 
 
 def target_of(args: argparse.Namespace) -> CausalLM:
     """A random target of the shape asked for, with as many layers as EAGLE-3 needs."""
-    directory = Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as scratch:  # the weights are drawn at load, and nothing is read later
+        return random_target(args, Path(scratch))
+
+
+def random_target(args: argparse.Namespace, directory: Path) -> CausalLM:
     heads = max(args.width // 64, 1)
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": args.vocab, "hidden_size": args.width,
@@ -119,7 +126,7 @@ def peak(way: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=1024, help="tokens of the sample (S)")
     parser.add_argument("--prompt", type=int, default=64, help="of which so many are not supervised")
     parser.add_argument("--steps", type=int, default=7, help="unrolled steps (K)")
@@ -163,4 +170,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with script.one_line():
+        main()

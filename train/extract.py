@@ -14,16 +14,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
     import torch
 
-    from specdec import report, track
+    from specdec import config, report, track
     from specdec.method.eagle3 import Architecture
     from specdec.target import CausalLM
     from specdec.training import data, features
@@ -34,7 +32,7 @@ def run(cfg: dict[str, Any]) -> None:
     if cfg["layout"] not in ("shards", "vllm"):
         raise ValueError(f"layout={cfg['layout']!r}: use shards or vllm")
     if not cfg["dry_run"]:
-        track.refuse_taken(out_dir, cfg["resume"])
+        track.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
     loaded = data.load_group(cfg["data"], target)
@@ -61,11 +59,8 @@ def run(cfg: dict[str, Any]) -> None:
     report.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="extract")
-def main(cfg: Any) -> None:
-    config.main(run)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("extract")
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("extract", run)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -22,11 +20,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     return recipe.run(cfg, ("mlp",))
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
-def main(cfg: Any) -> None:
-    config.main(run)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("train", "method=mlp")
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("train", run, "method=mlp")

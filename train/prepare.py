@@ -18,9 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import lock, script
 
 OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "openings.jsonl"
 
@@ -28,26 +26,35 @@ OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "opening
 def run(cfg: dict[str, Any]) -> None:
     import torch
 
-    from specdec import __version__, method, rejection, report, tasks
+    from specdec import __version__, config, method, rejection, report, tasks
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.target import CausalLM
 
     out, model, answers = Path(cfg["out"]), cfg["model"], cfg["answers"]
-    if out.exists() and not cfg["resume"]:  # before the weights
+    # everything that a typo can break comes before the weights
+    lock.acquire(out.with_name(f".{out.name}.lock"), f"out={out}")
+    if out.exists() and not cfg["resume"]:
         raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
     for key, value in (("limit", cfg["limit"]), ("synthesize.count", cfg["synthesize"]["count"])):
         if value is not None and value < 1:
             raise ValueError(f"{key}={value}: at least 1 is needed")
     if not answers["temperatures"]:
         raise ValueError("answers.temperatures=[] is empty; give at least one, such as [0.0]")
+    sampling = [
+        SamplingParams(
+            temperature=temperature, max_tokens=answers["max_tokens"], top_p=answers["top_p"], top_k=answers["top_k"]
+        )
+        for temperature in answers["temperatures"]
+    ]
+    if not cfg["prompts"]:
+        invented(cfg)
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     engine = Engine(
         target, method.build("none", target), rejection.build("standard"), cfg["max_batch_size"],
         min(cfg["max_model_len"], target.max_model_len),
     )  # fmt: skip
-    out.parent.mkdir(parents=True, exist_ok=True)
     prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out)
     chosen = [task for task in conversations(prompts, cfg["limit"]) if fits(engine, task)]
     if not chosen:
@@ -65,15 +72,12 @@ def run(cfg: dict[str, Any]) -> None:
         "seed": cfg["seed"],
     }
     rows = begin(out, header, cfg["resume"])
+    script.keeps(out, resumes=True)
     done = {row["id"] for row in rows.rows[1:]}
 
-    temperatures = answers["temperatures"]
     with report.progress(len(chosen), answers=len(done)) as advance:
-        for place, temperature in enumerate(temperatures):
-            mine = [task for i, task in enumerate(chosen) if i % len(temperatures) == place and task.id not in done]
-            params = SamplingParams(
-                temperature=temperature, max_tokens=answers["max_tokens"], top_p=answers["top_p"], top_k=answers["top_k"]
-            )
+        for place, params in enumerate(sampling):
+            mine = [task for i, task in enumerate(chosen) if i % len(sampling) == place and task.id not in done]
             said: dict[str, list[Any]] = {}
             for task, turn, request in tasks.decode(engine, mine, params, cfg["seed"]):
                 said.setdefault(task.id, []).append(request)
@@ -193,10 +197,18 @@ def conversations(path: Path, limit: int | None) -> list[Any]:
     return chosen[:limit]
 
 
+def invented(cfg: dict[str, Any], **more: Any) -> Any:
+    """How user turns are sampled that the target makes up."""
+    from specdec.core import SamplingParams
+
+    given = cfg["synthesize"]
+    return SamplingParams(**{key: given[key] for key in ("temperature", "top_p", "top_k", "max_tokens")}, **more)
+
+
 def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
     from specdec import report
-    from specdec.core import Request, SamplingParams
+    from specdec.core import Request
     from specdec.llm import derived_seed
     from specdec.training import data
 
@@ -205,12 +217,10 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
     openings = [json.loads(line) for line in Path(given["openings"] or OPENINGS).read_text().splitlines() if line.strip()]
     deal = [opening for opening in openings for _ in range(opening.get("weight", 1))]
     prefix, closing = data.user_frame(tokenizer)
-    params = SamplingParams(
-        temperature=given["temperature"], top_p=given["top_p"], top_k=given["top_k"], max_tokens=given["max_tokens"],
-        stop_token_ids=closing,
-    )  # fmt: skip
+    params = invented(cfg, stop_token_ids=closing)
     how = {"target": engine.target.name, "synthesize": {**given, "count": None}, "seed": cfg["seed"]}
     rows = begin(path, how, cfg["resume"])
+    script.keeps(path, resumes=True)
     seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
     number = len(rows.rows) - 1
     with report.progress(given["count"], prompts=len(seen)) as advance:
@@ -243,11 +253,8 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
     return path
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="prepare")
-def main(cfg: Any) -> None:
-    config.main(run)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("prepare")
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("prepare", run)

@@ -17,14 +17,11 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
-
-from specdec import config
+from specdec import lock, script
 
 FORMATS = ("vllm", "sglang", "speculators", "native")
 SHOWN = ("mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position", "speedup")
@@ -50,12 +47,14 @@ def run(cfg: dict[str, Any]) -> None:
     if cfg["num_speculative_tokens"] is not None and cfg["num_speculative_tokens"] < 1:
         raise ValueError(f"num_speculative_tokens={cfg['num_speculative_tokens']}: at least 1 is needed")
     out = Path(cfg["out"])
+    lock.acquire(out.with_name(f".{out.name}.lock"), f"out={out}")
     if out.exists() or out.is_symlink():
         raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
     measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
 
     from specdec import checkpoint, method, report
     from specdec.checkpoint import causal_lm, native
+    from specdec.core import writing
     from specdec.target import CausalLM, choose_dtype
 
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
@@ -91,21 +90,22 @@ def run(cfg: dict[str, Any]) -> None:
     told = public(before)
     count = drafted(made, cfg, measured)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: whoever has the lock is alone here
+    temporary.mkdir()
     try:
-        if cfg["format"] == "native" and lm:
-            causal_lm.save(temporary, made, source, told, "")
-        elif cfg["format"] == "native":
-            native.save(temporary, made, told, "")
-        else:
-            checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"], count)
-            (temporary / "provenance.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
-            if not linted(temporary, given, engine_of(cfg["format"], made.method), str(out)):
-                raise ValueError(f"{cfg['format']} would not load this drafter, for the reasons above; nothing was written")
-        (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary, count, note))
-        temporary.chmod(0o755)
-        temporary.rename(out)
+        with writing(out):
+            if cfg["format"] == "native" and lm:
+                causal_lm.save(temporary, made, source, told, "")
+            elif cfg["format"] == "native":
+                native.save(temporary, made, told, "")
+            else:
+                checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"], count)
+                (temporary / "provenance.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
+                if not linted(temporary, given, engine_of(cfg["format"], made.method), str(out)):
+                    raise ValueError(f"{cfg['format']} would not load this drafter, for the reasons above; nothing was written")
+            (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary, count, note))
+            temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     report.show(f"written to {out}; serve it with:")
@@ -408,11 +408,8 @@ def push(directory: Path, repository: str, private: bool) -> str:
     return str(address)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="share")
-def main(cfg: Any) -> None:
-    config.main(run)(cfg)
-
-
 if __name__ == "__main__":
-    config.check_command_line("share")
-    main()
+    with script.one_line():
+        from specdec import config
+
+        config.launch("share", run)

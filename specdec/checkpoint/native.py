@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import __version__, hub
-from specdec.core import first_line, nearest, read_json, short_repr
+from specdec.core import apply_umask, first_line, nearest, read_json, short_repr
 from specdec.target import CausalLM
 
 FORMAT = "specdec-drafter"
@@ -111,6 +111,7 @@ def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         whole = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(whole, path, metadata={"format": "pt"})
+        apply_umask(path)
     except SafetensorError as error:
         raise OSError(f"{path.parent}: the weights could not be written ({first_line(error)}); is the disk full?") from None
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec import __version__
-from specdec.core import first_line, parse_json, read_json_object
+from specdec.core import apply_umask, first_line, parse_json, read_json_object, writing
 from specdec.target import CausalLM
 from specdec.training.data import Sample
 
@@ -269,6 +269,7 @@ class Writer:
         try:
             temporary.parent.mkdir(exist_ok=True)
             save_file(joined, temporary, metadata=metadata)
+            apply_umask(temporary)
             if self.plain:
                 temporary.replace(self.directory / name)
             else:
@@ -522,8 +523,9 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + "\n")
-    temporary.replace(path)
+    with writing(path):
+        temporary.write_text(text + "\n")
+        temporary.replace(path)
 
 
 def _sha256(data: bytes) -> str:

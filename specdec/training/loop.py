@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specdec import stats
 from specdec.checkpoint import native
-from specdec.core import Checked, Proposer, Request, SamplingParams, first_line
+from specdec.core import Checked, Proposer, Request, SamplingParams, apply_umask, first_line, writing
 from specdec.engine import Engine
 from specdec.rejection import Verifier
 from specdec.target import CausalLM
@@ -122,16 +122,38 @@ def fit(
     """Train a drafter that is ready for it (`for_training`), and leave checkpoints in out_dir.
 
     source: features of samples; held_out: samples for the validation loss; evaluate: what decoding with the checkpoint in a
-    directory shows, with `mean_acceptance_length`; log: takes a row of metrics (main process only); resume: go on from
-    out_dir's last checkpoint. Returns where the best and the last checkpoint are, and how training ended. Raises ValueError,
-    one line, if losses are not finite again and again.
+    directory shows, with `mean_acceptance_length`; log: takes a row of metrics (main process only), and of a resumed run
+    perhaps its last one again; resume: go on from out_dir's last checkpoint. Returns where the best and the last checkpoint
+    are, and how training ended. Raises ValueError, one line, if losses are not finite again and again.
+
+    A signal ends the run after the step: with a checkpoint, and without the evaluation that may be due. What a checkpoint still
+    lacks (its evaluation, its row) is in its state, and comes first when the run is resumed: rows and best are those of a run
+    that was never stopped.
     """
     with contextlib.closing(_Run(drafter, settings, out_dir, seed, len(samples), provenance or {})) as run:
+
+        def finish(row: dict[str, Any], to_evaluate: bool) -> None:
+            """Evaluate the checkpoint of this step if that is due, and log its row."""
+            if to_evaluate:
+                row |= run.validate(source, held_out)
+                if run.accelerator.is_main_process:
+                    if evaluate is not None:
+                        row |= run.judge(evaluate(run.directory(run.step)))
+                    run.note(best=run.best, pending={"row": row, "evaluate": False})
+                    run.link_best()
+                run.accelerator.wait_for_everyone()
+            run.prune()
+            if run.accelerator.is_main_process:
+                log(row)
+                run.note(pending=None)
+            run.pending = None
+
+        window, nonfinite = _Window(), list[list[str]]()
         if resume:
-            run.load()
+            window, nonfinite = run.load()
             advance(run.step)
-        window = _Window()
-        nonfinite: list[list[str]] = []
+            if run.pending is not None:
+                finish(run.pending["row"], run.pending["evaluate"])
         stopping = run.stopped()
         while run.step < run.num_steps and not stopping:
             began = time.perf_counter()
@@ -172,9 +194,9 @@ def fit(
             window.total_s += time.perf_counter() - began
             advance(1)
 
-            stopping = run.stopped()
-            last = run.step == run.num_steps or stopping
+            stopping, last = run.stopped(), run.step == run.num_steps
             due = [last or run.step % every == 0 for every in (settings.log_every, settings.eval_every, settings.save_every)]
+            row = None
             if any(due):
                 epoch = run.step * settings.global_batch_size / len(samples)
                 row = {
@@ -187,20 +209,21 @@ def fit(
                 row |= window.row(run)
                 _give_back_memory()
                 window = _Window()
-                if due[1] or due[2]:
-                    saved = run.save()
-                    if due[1] and not stopping:
-                        row |= run.validate(source, held_out)
-                        if evaluate is not None and run.accelerator.is_main_process:
-                            row |= run.judge(evaluate(saved))
-                        run.accelerator.wait_for_everyone()
+            if due[1] or due[2] or stopping:
+                to_evaluate = due[1] and (evaluate is not None or len(held_out) > 0)
+                run.pending = None if row is None else {"row": row, "evaluate": to_evaluate}
+                run.save(window, nonfinite, scheduled=due[1] or due[2])
+                if row is not None and not (stopping and to_evaluate):
+                    finish(row, to_evaluate)
+                else:
                     run.prune()
-                if run.accelerator.is_main_process:
-                    log(row)
+            elif row is not None and run.accelerator.is_main_process:
+                log(row)
     return {
         "step": run.step,
         "num_steps": run.num_steps,
-        "interrupted": run.step < run.num_steps,
+        "interrupted": run.step < run.num_steps or run.pending is not None,
+        "stopped_by": run.stopped_by,
         "skipped_steps": run.num_skipped,
         "best": run.best,
         "last": str(run.directory(run.step)),
@@ -234,6 +257,26 @@ class _Window:
             self.sums = torch.cat([short, torch.zeros_like(long[len(short) :])]) + long
         self.pending = []
         self.supervised += supervised
+
+    def state(self, run: _Run) -> dict[str, Any] | None:
+        """What a checkpoint in the middle of a window keeps of it, summed over all processes; None if there is nothing."""
+        if self.sums is None:
+            return None
+        sums, loss = (run.accelerator.reduce(value, "sum") for value in (self.sums, self.loss))
+        clocks = {key: getattr(self, key) for key in ("features_s", "model_s", "total_s")}
+        return {"loss": loss.item(), "sums": sums.cpu().tolist(), "supervised": self.supervised, **clocks}
+
+    @classmethod
+    def of(cls, state: dict[str, Any] | None, run: _Run) -> _Window:
+        """A window that goes on. The sums are the first process's, and zero in all others."""
+        if state is None:
+            return cls()
+        share = 1.0 if run.accelerator.is_main_process else 0.0
+        loss, sums = (torch.tensor(state[key], device=run.accelerator.device) for key in ("loss", "sums"))
+        if not share:
+            loss, sums = torch.zeros_like(loss), torch.zeros_like(sums)
+        clocks = {key: state[key] for key in ("features_s", "model_s", "total_s")}
+        return cls(loss=loss, sums=sums, supervised=state["supervised"], **clocks)
 
     def row(self, run: _Run) -> dict[str, Any]:
         """Metrics, after the sums of all processes are added."""
@@ -283,6 +326,8 @@ class _Run:
         self.num_steps, self.provenance = settings.num_steps(num_samples), provenance
         self.step = self.num_skipped = 0
         self.best: dict[str, Any] | None = None
+        self.pending: dict[str, Any] | None = None  # the row of this step, if it is not logged yet, and whether to evaluate
+        self.stopped_by: int | None = None
         device = drafter.target.device
         # autocast is ours: accelerate's setting is one for the whole process, and a sweep may vary it
         self.accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu")
@@ -297,10 +342,10 @@ class _Run:
         self.optimizer = torch.optim.AdamW(
             parameters, settings.lr, (settings.adam_beta1, settings.adam_beta2), weight_decay=settings.weight_decay
         )
-        self._asked_to_stop = False
+        self._signals = {signal.SIGINT: 0, signal.SIGTERM: 0}  # how often each has come
         self._handlers: dict[int, Any] = {}
         with contextlib.suppress(ValueError):  # only the main thread may listen
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self._signals:
                 self._handlers[number] = signal.signal(number, self._stop)
 
     def _spread(self, drafter: nn.Module) -> Any:
@@ -316,16 +361,19 @@ class _Run:
         return self.accelerator.prepare_model(drafter)
 
     def _stop(self, number: int, frame: Any) -> None:
-        if self._asked_to_stop:
+        if any(self._signals.values()):
             raise KeyboardInterrupt
-        self._asked_to_stop = True
+        self._signals[signal.Signals(number)] += 1
 
     def stopped(self) -> bool:
         """Whether any process was asked to stop: all of them end after the same step."""
-        if self.world == 1:
-            return self._asked_to_stop
-        flag = torch.tensor(float(self._asked_to_stop), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum").item())
+        counts = list(self._signals.values())
+        if self.world > 1:
+            flags = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
+            counts = self.accelerator.reduce(flags, "sum").tolist()
+        came = [number for number, count in zip(self._signals, counts, strict=True) if count]
+        self.stopped_by = int(max(came)) if came else None
+        return bool(came)
 
     def close(self) -> None:
         for number, handler in self._handlers.items():
@@ -399,8 +447,12 @@ class _Run:
         """Those that are there, oldest first."""
         return sorted(path for path in self.out_dir.glob("checkpoints/step-*") if re.fullmatch(r"step-\d{8}", path.name))
 
-    def save(self) -> Path:
-        """Write a checkpoint under a temporary name and rename it: what has the final name is whole. Returns its directory."""
+    def save(self, window: _Window, nonfinite: list[list[str]], scheduled: bool) -> None:
+        """Write a checkpoint under a temporary name and rename it: what has the final name is whole.
+
+        scheduled: whether a run that was never stopped has one at this step too.
+        """
+        kept = window.state(self)
         state = {key: _whole(tensor) for key, tensor in self.drafter.state_dict().items()}
         moments = {}
         for name, parameter in self._trained():
@@ -418,8 +470,18 @@ class _Run:
                 save_file(
                     {key: value.contiguous() for key, value in tensors.items()}, temporary / "training" / "state.safetensors"
                 )
-                told = {"step": self.step, "num_steps": self.num_steps, "skipped_steps": self.num_skipped, "best": self.best}
-                (temporary / "training" / "state.json").write_text(json.dumps(told) + "\n")
+                apply_umask(temporary / "training" / "state.safetensors")
+                place = {
+                    "step": self.step,
+                    "num_steps": self.num_steps,
+                    "skipped_steps": self.num_skipped,
+                    "best": self.best,
+                    "scheduled": scheduled,
+                    "pending": self.pending,
+                    "window": kept,
+                    "nonfinite": nonfinite,
+                }
+                (temporary / "training" / "state.json").write_text(json.dumps(place) + "\n")
                 if final.exists():  # a run that was resumed and came here again
                     final.rename(final.with_name(f".{final.name}.old"))
                 temporary.rename(final)
@@ -431,19 +493,27 @@ class _Run:
                     "make room and go on with resume=true"
                 ) from None
         self.accelerator.wait_for_everyone()
-        return final
 
-    def load(self) -> None:
+    def note(self, **changes: Any) -> None:
+        """Change what the checkpoint of this step says about the run."""
+        path = self.directory(self.step) / "training" / "state.json"
+        temporary = path.with_suffix(".tmp")
+        with writing(path):
+            temporary.write_text(json.dumps(json.loads(path.read_text()) | changes) + "\n")
+            temporary.replace(path)
+
+    def load(self) -> tuple[_Window, list[list[str]]]:
         """Take up the last checkpoint: weights, optimiser, and where the run was. Any number of processes may have written
-        it."""
+        it. Returns the sums since the last row, and the samples of the last steps if these were not finite."""
         found = self.checkpoints()
-        if not found:
-            return  # interrupted before the first checkpoint: begin again
+        if not found:  # interrupted before the first checkpoint: begin again
+            return _Window(), []
         training = found[-1] / "training"
         try:
-            told = json.loads((training / "state.json").read_text())
-            self.step, self.num_skipped, self.best = told["step"], told["skipped_steps"], told["best"]
-            planned = told["num_steps"]
+            state = json.loads((training / "state.json").read_text())
+            self.step, self.num_skipped, self.best = state["step"], state["skipped_steps"], state["best"]
+            planned, self.pending = state["num_steps"], state.get("pending")
+            window = _Window.of(state.get("window"), self)
             tensors = load_file(training / "state.safetensors")
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(
@@ -457,8 +527,9 @@ class _Run:
             )
         if self.best and not self.directory(self.best["step"]).exists():
             self.best = None  # somebody removed it; the next one that is measured is the best again
-        if self.best and self.accelerator.is_main_process:
-            _link(self.out_dir / "best", self.directory(self.best["step"]))
+        if self.accelerator.is_main_process:
+            _link(self.out_dir / "last", found[-1])
+            self.link_best()
         own = self.drafter.state_dict()
         with torch.no_grad():
             for key, value in own.items():
@@ -469,6 +540,8 @@ class _Run:
             self.optimizer.state[parameter] = {
                 key: value if value.ndim == 0 else _like(parameter, value) for key, value in kept.items()
             }
+        self.accelerator.wait_for_everyone()  # what is read here is written again
+        return window, state.get("nonfinite", [])
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.drafter.named_parameters() if p.requires_grad]
@@ -478,22 +551,23 @@ class _Run:
         value = found["mean_acceptance_length"]
         if self.best is None or value > self.best["mean_acceptance_length"]:
             self.best = {"step": self.step, "mean_acceptance_length": value}
-            state = self.directory(self.step) / "training" / "state.json"
-            told = json.loads(state.read_text()) | {"best": self.best}
-            temporary = state.with_suffix(".tmp")
-            temporary.write_text(json.dumps(told) + "\n")
-            temporary.replace(state)
-            _link(self.out_dir / "best", self.directory(self.step))
         return found
 
+    def link_best(self) -> None:
+        if self.best:
+            _link(self.out_dir / "best", self.directory(self.best["step"]))
+
     def prune(self) -> None:
-        """Remove all checkpoints but the last few and the best."""
+        """Remove all checkpoints but the last few and the best; one that is there because the run was stopped goes as soon as
+        there is a later one."""
         if not self.accelerator.is_main_process:
             return
-        kept = {self.best["step"]} if self.best else set()
         found = self.checkpoints()
-        for path in found[: -self.settings.keep]:
-            if int(path.name.removeprefix("step-")) not in kept:
+        kept = set([path for path in found if path == found[-1] or _is_scheduled(path)][-self.settings.keep :])
+        if self.best:
+            kept.add(self.directory(self.best["step"]))
+        for path in found:
+            if path not in kept:
                 gone = path.rename(path.with_name(f".{path.name}.old"))
                 shutil.rmtree(gone, ignore_errors=True)
         for rest in self.out_dir.glob("checkpoints/.step-*"):
@@ -506,6 +580,14 @@ class _Run:
             "see provenance.json. Decode with it:\n\n"
             f"```\npython eval/run.py method={self.drafter.name} checkpoint=DIR model.path={target}\n```\n"
         )
+
+
+def _is_scheduled(checkpoint: Path) -> bool:
+    """Whether a run that is never stopped has a checkpoint at this step."""
+    try:
+        return bool(json.loads((checkpoint / "training" / "state.json").read_text()).get("scheduled", True))
+    except (OSError, ValueError, AttributeError):
+        return True
 
 
 def _give_back_memory() -> None:

@@ -1,0 +1,106 @@
+"""One process per directory: a lock of the operating system on a small file, held for as long as a run lasts.
+
+A process that ends, however it ends, loses the lock with its file descriptor: what a killed one leaves behind is a file that
+nobody holds. Where the file system has no locks, one line says so and the run goes on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+WAIT_S = 0.5  # for a holder that is just ending
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
+
+
+@dataclass
+class _Held:
+    lock: FileLock | None
+    created: list[Path] = field(default_factory=list)  # directories that were made for it, the deepest first
+
+
+_held: dict[Path, _Held] = {}
+
+
+def acquire(path: Path, what: str) -> None:
+    """Take a lock file until `release` or the end of the process; its directory is made if there is none.
+
+    what: `key=value` of the command line that it stands for. Raises ValueError, one line with the holder, if another process
+    has it, and OSError if the file cannot be written.
+    """
+    path = path.absolute()
+    if path in _held:
+        return
+    held = _Held(None)
+    try:
+        held.lock = _locked(path, held.created)
+        if held.lock is not None:
+            since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+            path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}) + "\n")
+    except Timeout:
+        raise ValueError(f"{what} is in use by {_holder(path)}; wait until that ends, or give another") from None
+    except BaseException as error:
+        _give_up(path, held)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+        raise
+    _held[path] = held
+
+
+def _locked(path: Path, created: list[Path]) -> FileLock | None:
+    """The lock; None where the file system has none."""
+    lock = FileLock(path, timeout=WAIT_S, thread_local=False, fallback_to_soft=False)
+    while True:
+        missing = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        created[:0] = [directory for directory in missing if directory not in created]
+        try:
+            lock.acquire()
+            return lock
+        except FileNotFoundError:  # whoever held it last has taken its empty directory away
+            continue
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in _NO_LOCKS):
+                raise
+        print(f"note: {path.parent}: no locks on this file system; start no second process there", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+
+def _holder(path: Path) -> str:
+    """Who says that it holds a lock file."""
+    for _ in range(5):
+        try:
+            holder = json.loads(path.read_text())
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        except (OSError, ValueError, KeyError, TypeError):  # it has not written it yet
+            time.sleep(0.02)
+    return "another process"
+
+
+def _give_up(path: Path, held: _Held) -> None:
+    if held.lock is not None:
+        # while it is held: a process that waits for this very file then sees that it is gone, and makes another
+        with contextlib.suppress(OSError):
+            path.unlink()
+        held.lock.release()
+    for directory in held.created:
+        with contextlib.suppress(OSError):  # not empty
+            directory.rmdir()
+
+
+def release() -> None:
+    """Give back all that this process holds; of the directories that were made for it, the empty ones go."""
+    while _held:
+        _give_up(*_held.popitem())

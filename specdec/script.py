@@ -1,0 +1,134 @@
+"""How a script ends: with one line, whatever happened, and an exit code.
+
+Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C (SIGINT), 143 by SIGTERM. SPECDEC_DEBUG=1 shows the traceback too. Nothing
+heavy is imported here, so that Ctrl-C while torch is being imported ends in one line as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specdec import lock
+
+DEBUG = "SPECDEC_DEBUG"
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_kept = ""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a script as Ctrl-C does."""
+
+
+def keeps(where: Path, resumes: bool) -> None:
+    """From now on there is something to keep: the last line of a run that fails or is stopped says where it is.
+
+    resumes: whether `resume=true` goes on with it.
+    """
+    global _kept
+    _kept = f"; what had finished is kept in {where}{', and resume=true goes on with the rest' if resumes else ''}"
+
+
+def fail(message: object) -> NoReturn:
+    """End the program with one line on stderr and exit code 1. Of processes that decode together one says it."""
+    line = _first_line(message)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from specdec import parallel_state
+
+        if (speaks := parallel_state.is_first_to_fail()) is not None:
+            if speaks:  # at once: when the first has ended, torchrun ends the others
+                print(f"error: {line}", file=sys.stderr, flush=True)
+            sys.exit(1)
+    sys.exit(f"error: {line}")
+
+
+@contextlib.contextmanager
+def one_line() -> Iterator[None]:
+    """Whatever ends the block ends the program, in one line; what it holds (`specdec.lock`) is given back."""
+    global _kept
+    _kept, handler = "", None
+    # torchrun ends its processes by SIGTERM when one of them has failed, and that one has said why
+    if "TORCHELASTIC_RUN_ID" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        with contextlib.suppress(ValueError):  # only the main thread may listen
+            handler = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends what is left to do, without a word
+            with contextlib.suppress(ValueError):
+                signal.signal(number, signal.SIG_DFL)
+        handler = None
+        _show_traceback()
+        if os.environ.get("RANK", "0") == "0":  # torchrun interrupts all of its processes
+            print(f"interrupted{_kept}", file=sys.stderr, flush=True)
+        sys.exit(143 if isinstance(error, Terminated) else 130)
+    except Exception as error:
+        if another_has_said_why(error):
+            sys.exit(1)
+        _show_traceback()
+        fail(_describe(error))
+    finally:
+        lock.release()
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+class Parser(argparse.ArgumentParser):
+    """For scripts without Hydra: a mistake on the command line is one line here too."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}; see --help")
+
+
+def count(text: str) -> int:
+    """An argument that must be a number from 1 on."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
+    return int(text)
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise Terminated
+
+
+def another_has_said_why(error: Exception) -> bool:
+    """Whether this is what is left of a group of processes of which one has failed."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not isinstance(error, RuntimeError):
+        return False
+    from specdec import parallel_state
+
+    return parallel_state.another_failed()
+
+
+def _show_traceback() -> None:
+    if os.environ.get(DEBUG, "0") not in ("", "0"):
+        traceback.print_exc()
+
+
+def _describe(error: Exception) -> str:
+    """What went wrong, and what to do about it, in one line."""
+    if isinstance(error, OSError) and error.errno is not None:
+        text = error.strerror or os.strerror(error.errno)
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{text}{'; make room' if error.errno in _FULL else ''}{_kept}"
+    if isinstance(error, OSError | ValueError) and _first_line(error) != "failed":
+        return _first_line(error)
+    if isinstance(error, MemoryError | OverflowError):
+        what = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return f"{what}; a number is too large for this machine, such as max_batch_size or seed"
+    text = str(error).strip()
+    hint = "" if DEBUG in os.environ else f"; {DEBUG}=1 shows where"
+    return f"{type(error).__name__}{': ' if text else ''}{text.splitlines()[0] if text else ''}{hint}{_kept}"
+
+
+def _first_line(message: object) -> str:
+    text = str(message).strip()
+    return text.splitlines()[0] if text else "failed"
