@@ -97,10 +97,10 @@ def check_command_line(config_name: str, *defaults: str) -> None:
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     sys.argv[1:] += [argument for argument in defaults if argument.partition("=")[0] not in given]
     sys.argv[1:] = [_quote_json(argument) for argument in sys.argv[1:]]
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants them in front
     multirun = bool({"-m", "--multirun"} & set(sys.argv[1:]))
     try:
-        arguments = _without_options(sys.argv[1:])
+        options, arguments = _options_and_settings(sys.argv[1:])
+        sys.argv[1:] = options + arguments  # Hydra wants them in this order
         composed = _check(config_name, arguments, multirun)
         if multirun and "out_dir" not in composed:
             raise ValueError("-m: this script writes one thing; call it once for every value")
@@ -113,10 +113,12 @@ def check_command_line(config_name: str, *defaults: str) -> None:
         fail(error)
 
 
-def _without_options(words: list[str]) -> list[str]:
-    """The settings among the words of a command line. Raises ValueError for an option that Hydra lacks, or one of its own that
-    would lead past the checks here."""
-    settings, rest = [], iter(words)
+def _options_and_settings(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that are Hydra's own options, and the settings. Raises ValueError for an option that Hydra
+    lacks, or one of its own that would lead past the checks here."""
+    found: list[str] = []
+    settings: list[str] = []
+    rest = iter(words)
     for word in rest:
         if not word.startswith("-"):
             settings.append(word)
@@ -129,9 +131,12 @@ def _without_options(words: list[str]) -> list[str]:
             value = value if equals else next(rest, "")
             if value not in values:
                 raise ValueError(f"{option}={value}: use one of {', '.join(values)}")
+            found += [option, value]
         elif equals:
             raise ValueError(f"{option} takes no value, and has {value!r}; leave it out")
-    return settings
+        else:
+            found.append(option)
+    return found, settings
 
 
 def _quote_json(argument: str) -> str:
@@ -178,7 +183,8 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
         # a sweep over groups may give keys to some of its jobs only
         for first in range(max([len(_choices(override)) for override in groups], default=1)):
             picked = [f"{o.key_or_group}={_choices(o)[min(first, len(_choices(o)) - 1)]}" for o in groups]
-            compose(config_name, [str(o.input_line) for o in overrides if _is_hydras(o)], return_hydra_config=True)
+            if own := [str(o.input_line) for o in overrides if _is_hydras(o)]:
+                compose(config_name, own, return_hydra_config=True)
             try:
                 composed = compose(config_name, picked)
             except MissingConfigException:

@@ -528,3 +528,27 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         hub._once(tmp_path / "cache" / "model", make)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_plain_models_are_loaded_without_pickles_or_code(copy: Path, tmp_path: Path) -> None:
+    """`hub.load_model` is what eval/bench.py, eval/prove.py and tests go through."""
+    assert hub.load_model(copy).config.model_type == "llama"
+    (copy / "model.safetensors").unlink()
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Bomb(tmp_path / "trace")}))
+    with pytest.raises(OSError, match="safetensors"):
+        hub.load_model(copy)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_an_adapter_beside_the_weights_is_not_passed_over(copy: Path) -> None:
+    """transformers applies it where `peft` is installed, and is silent where not: one directory would be two models."""
+    (copy / "adapter_config.json").write_text("{}")
+    for action in (lambda: load(copy), lambda: hub.resolve(copy), lambda: hub.load_model(copy)):
+        refuse(action, str(copy), "adapter_config.json", "merge it into them", "or remove adapter_config.json")
+    (copy / "config.json").unlink()
+    refuse(lambda: load(copy), "adapter_config.json", "merge it")
+
+
+@pytest.mark.parametrize("name", [5, None, [], {}, "", " ", "a\0b", b"tiny", "x" * 5000])
+def test_a_name_is_text(name: Any) -> None:
+    refuse(lambda: hub.resolve(name), "model")
