@@ -18,7 +18,6 @@ from specdec import script
 
 def run(cfg: dict[str, Any]) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from specdec import bench, config, hub, linear, method, rejection, report, stats, tasks, track
@@ -47,7 +46,7 @@ def run(cfg: dict[str, Any]) -> None:
         draft_name = cfg["draft_model"] or str(target.path)
 
         def plain(path: Path, target: CausalLM = target) -> Any:
-            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+            loaded = hub.load_model(path, dtype=target.dtype).to(target.device).eval()
             loaded.generation_config.update(
                 num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
             )

@@ -289,7 +289,7 @@ def parse(name: str, given: dict[str, Any], rejection: dict[str, Any]) -> Any:
     own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection["name"], **given}
     try:
         parsed = SpeculativeConfig.parse(own)
-        parsed.check_policy(parsed.resolved_method)
+        parsed.check()
     except ValueError as error:
         raise ValueError(f"run {name!r}: {error}") from None
     return parsed

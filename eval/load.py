@@ -33,6 +33,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
+    speculative.check()
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     coming = load.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])

@@ -37,7 +37,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
     size, started = cfg["tensor_parallel_size"], parallel_state.num_started()
-    speculative.check_processes(size)
+    speculative.check(size)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     track.check_logger(cfg["logger"])

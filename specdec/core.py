@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 from torch import Tensor
 
 
@@ -119,10 +121,72 @@ def apply_umask(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
-class Checked(BaseModel):
-    """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one."""
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`, whatever is wrong with the text: its
+    syntax, its encoding, half of a surrogate pair, brackets that are nested hundreds deep."""
+    try:
+        return from_json(text.encode() if isinstance(text, str) else text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({first_line(error).removeprefix('ValueError: ')})") from None
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+def read_json(path: str | Path, fix: str = "") -> Any:
+    """The value in a JSON file. Raises ValueError, one line with the path and the fix, if it is not there or not JSON."""
+    path = Path(path)
+    try:
+        return from_json(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+    except ValueError as error:
+        reason = f"not JSON: {error}"
+    raise ValueError(f"{path.parent}: {path.name} cannot be read ({reason}){fix and f'; {fix}'}")
+
+
+def read_json_object(path: str | Path, fix: str = "") -> dict[str, Any]:
+    """As `read_json`, of a file that holds a JSON object."""
+    value = read_json(path, fix)
+    if not isinstance(value, dict):
+        found = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise ValueError(f"{Path(path).parent}: {Path(path).name} holds no JSON object, but a {found}{fix and f'; {fix}'}")
+    return value
+
+
+def short_repr(value: Any, width: int = 80) -> str:
+    """A value for an error line, cut to `width` characters."""
+    text = repr(value) if len(str(value)) < 10 * width else repr(str(value)[: 2 * width])
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[:width]}..."
+
+
+def builtin(value: Any) -> Any:
+    """A value with numpy's numbers and arrays, and tuples, as the numbers and lists that JSON has."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [builtin(each) for each in value]
+    return {builtin(key): builtin(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def whole_text(text: str, what: str) -> str:
+    """The text itself. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start : error.start + 1]!r} at character {error.start}"
+        raise ValueError(f"{what} holds {found}, half of a surrogate pair, which is no text; remove it") from None
+    return text
+
+
+class Checked(BaseModel):
+    """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one.
+
+    Types are strict: true is not 1, nor "5" 5, nor 5.0 5. An int where a float is wanted, and numpy's numbers, are what they
+    are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     what: ClassVar[str] = "key"  # what a field is called in messages
     aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
 
@@ -131,15 +195,25 @@ class Checked(BaseModel):
         for key in values:
             if key not in known:
                 raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known, type(self).model_fields)}")
+        for key, value in values.items():
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str):
+                    whole_text(text, f"{self.what} {key}")
         try:
-            super().__init__(**values)
+            super().__init__(**{key: builtin(value) for key, value in values.items()})
         except ValidationError as error:
-            first = error.errors()[0]
-            if first["type"] == "value_error":
-                raise ValueError(str(first["ctx"]["error"])) from None
-            # a field of several types has the failing type behind its name
-            key = ".".join(str(part) for part in first["loc"] if part not in ("int", "str") and "[" not in str(part))
-            raise ValueError(f"{self.what} {key}={first['input']!r}: {first['msg'].lower()}") from None
+            raise ValueError(first_mistake(error, f"{self.what} ")) from None
+
+
+def first_mistake(error: ValidationError, what: str = "") -> str:
+    """pydantic's report as one line: the first key that is wrong, its value, and the limit. what: stands before the key."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    # a field of several types has the failing type behind its name
+    types = ("int", "str", "float", "bool", "none")
+    key = ".".join(str(part) for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part)))
+    return f"{what}{key}={short_repr(first['input'])}: {first['msg'].lower()}"
 
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
@@ -152,7 +226,6 @@ class SamplingParams(Checked):
     Unlike vLLM, `min_p` and `logit_bias` work with speculation.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)
     what = "sampling parameter"
     aliases = ("max_new_tokens", "min_new_tokens")
 

@@ -34,6 +34,7 @@ from specdec.rejection import Verifier
 from specdec.target import CausalLM
 
 LONG_OUT = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
+ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request
 EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
 
 
@@ -61,6 +62,12 @@ class Engine:
                 raise ValueError(f"{key}={value}: at least 1 is needed")
         if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
             raise ValueError(f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do")
+        need, have = max_batch_size * (target.vocab_size + ROW_BYTES), psutil.virtual_memory().available
+        if need > have:
+            raise ValueError(
+                f"max_batch_size={max_batch_size}: what is kept of each row needs {need / 2**30:.1f} GiB, and "
+                f"{have / 2**30:.1f} GiB are free; lower max_batch_size"
+            )
         self.target, self.proposer, self.verifier, self.policy = target, proposer, verifier, policy
         self.processes = target.processes
         self.max_model_len = max_model_len or target.max_model_len

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from specdec import stats
-from specdec.core import writing
+from specdec.core import first_mistake, read_json_object, writing
 from specdec.cost import CostTable
 from specdec.rejection import Verifier
 from specdec.stats import RequestStats
@@ -382,6 +383,77 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
         figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+class _Numbers(BaseModel):
+    """What is read of the numbers of a category, or of all requests; there are more."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    mean_acceptance_length: float | None = None
+    acceptance_rate_per_position: list[float | None] | None = None
+    tokens_per_step: float | None = None
+    decode_tokens_per_s: float | None = None
+    draft_s_per_step: float | None = None
+    verify_s_per_step: float | None = None
+    speedup: float | None = None
+    speedup_interval: list[float] | None = Field(None, min_length=2, max_length=2)
+    speedup_cpu: float | None = None
+    speedup_model: float | None = None
+    efficiency: float | None = None
+
+
+class _Summary(BaseModel):
+    """What is read of a summary.json of eval/run.py; there is more."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    target: str = ""
+    dtype: str = ""
+    prompts: str = ""
+    sampling: dict[str, Any] = {}
+    seed: int = 0
+    method: str = ""
+    speculative_config: dict[str, Any] = {}
+    num_speculative_tokens: int = 0
+    rejection: str = ""
+    lossless: bool = True
+    lossless_short: str = ""
+    lossless_said: str = ""
+    max_batch_size: int = 1
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 1
+    environment: dict[str, Any] = {}
+    busy: list[str] = []
+    overall: _Numbers = _Numbers()
+    categories: dict[str, _Numbers] = {}
+
+
+def read_summary(directory: Path, fix: str, keys: Iterable[str] = ("overall",), numbers: Iterable[str] = ()) -> dict[str, Any]:
+    """The summary.json of a finished run of eval/run.py. keys: those that must be there; numbers: those that must be there
+    overall and in every category. Raises ValueError, one line that ends with `fix`, for one that is not there, not whole, or
+    of other types than are written."""
+    path = directory / "summary.json"
+    summary = read_json_object(path, fix)
+    _hold(_Summary, summary, path, fix)
+    parts = {"overall": summary.get("overall", {}), **{f"categories.{k}": v for k, v in summary.get("categories", {}).items()}}
+    lacking = [key for key in keys if key not in summary]
+    lacking += [f"{part}.{key}" for part, own in parts.items() for key in numbers if key not in own]
+    if lacking:
+        raise ValueError(f"{path} lacks {lacking[0]!r}; {fix}")
+    return summary
+
+
+def check_numbers(row: dict[str, Any], where: str) -> None:
+    """Raise ValueError, one line that begins with `where`, for a row of metrics whose numbers are none."""
+    _hold(_Numbers, row, where, "it was altered")
+
+
+def _hold(record: type[BaseModel], values: dict[str, Any], where: Path | str, fix: str) -> None:
+    try:
+        record.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {first_mistake(error)}; {fix}") from None
 
 
 def compare_table(runs: dict[str, dict[str, Any]]) -> Table:

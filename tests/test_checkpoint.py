@@ -11,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -24,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from test_cli import OFFLINE, Cli, call, rows_of
 from test_drafters import changed, made_once
 from torch import Tensor
-from transformers import AutoConfig
 
 from specdec import checkpoint, hub, method
 from specdec.chain import ChainDrafter
@@ -33,6 +33,7 @@ from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
 from specdec.drafter import Init
+from specdec.llm import SpeculativeConfig
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.target import CausalLM
@@ -195,7 +196,7 @@ def test_any_float_type_comes_back(engine: str, dtype: torch.dtype, tmp_path: Pa
 @pytest.mark.parametrize("name", ["eagle", "eagle-geometry", "eagle3", "eagle3-geometry", "eagle3-qwen3-layer"])
 def test_transformers_reads_the_layer_as_we_mean_it(name: str, tmp_path: Path) -> None:
     """Engines build the layer from what transformers makes of config.json."""
-    shape = AutoConfig.from_pretrained(written(tmp_path, name, "vllm"))
+    shape = hub.load_config(written(tmp_path, name, "vllm"))
     for key, value in trained(name).config["geometry"].items():
         assert getattr(shape, key) == value, key
 
@@ -1447,7 +1448,9 @@ def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: C
 def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     config = {"num_modules": 2, "own_lm_head": False, "draft_vocab_size": VOCAB}
-    native.save(tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {"a": torch.ones(1)}), {}, "")
+    native.save(
+        tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {key: torch.ones(1) for key in "ab"}), {}, ""
+    )
     error = share("checkpoint=ours", "format=native", "out=x", "num_speculative_tokens=3").error
     assert "num_speculative_tokens=3 is over the 2 of this drafter (num_modules)" in error
     native.save(tmp_path / "ours", Checkpoint("peagle", {"num_depths": "x"}, {}, {"a": torch.ones(1)}), {}, "")
@@ -1486,3 +1489,105 @@ def test_a_draft_model_for_another_target_has_no_numbers(conversations: Path, sh
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert told["identity"]["target"] == "tiny-llama"
     assert told["shared"]["command"]
+
+
+# ------------------------------------------------------------------------- what a checkpoint may not say
+
+
+def test_a_checkpoint_names_a_method_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_line: Any) -> None:
+    """A downloaded directory called like a module, whose config.json says custom_class, would have that module imported."""
+    trap = tmp_path / "trap.py"
+    trap.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Class: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    directory = native_eagle3(Path("trap.Class"))
+    for name in ("custom_class", "ngram", "none", "nope"):
+        rewrite_config(directory, {"method": name})
+        action = lambda: SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())
+        one_line(action, "trap.Class", f"config.json names method {name!r}, which has no checkpoints")
+        assert not (tmp_path / "ran").exists()
+    rewrite_config(directory, {"method": "eagle3"})
+    assert SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())[0].num_speculative_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+        ({"num_hidden_layers": "1"}, "num_hidden_layers is '1'"),
+        ({"geometry": {"intermediate_size": 2**40}}, "intermediate_size is 1099511627776"),
+        ({"geometry": {"num_attention_heads": 0}}, "num_attention_heads is 0"),
+        ({"own_lm_head": "yes"}, "own_lm_head is 'yes'"),
+        ({"num_depths": 2**31}, "num_depths is 2147483648"),
+    ],
+)
+def test_sizes_are_held_against_the_tensors(change: dict[str, Any], words: str, tmp_path: Path, one_line: Any) -> None:
+    """Before a module of that size is made, which would take for ever or all memory."""
+    directory = native_eagle3(tmp_path / "drafter")
+    rewrite_config(directory, {"drafter": json.loads((directory / "config.json").read_text())["drafter"] | change})
+    began = time.monotonic()
+    one_line(lambda: native.load(directory), str(directory), words)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("engine", [None, "vllm", "speculators"])
+@pytest.mark.parametrize("dtype", ["I32", "U32"])
+def test_weights_labelled_as_integers_are_refused(engine: str | None, dtype: str, tmp_path: Path, one_line: Any) -> None:
+    directory = native_eagle3(tmp_path / "drafter") if engine is None else written(tmp_path, "eagle3", engine)
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["fc.weight"]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    kind = {"I32": "int32", "U32": "uint32"}[dtype]
+    one_line(lambda: checkpoint.load(directory), f"fc.weight is {kind}, and should be a weight")
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_an_adapter_beside_a_drafter_is_not_passed_over(engine: str | None, tmp_path: Path, one_line: Any) -> None:
+    directory = native_eagle3(tmp_path / "drafter") if engine is None else written(tmp_path, "eagle3", engine)
+    (directory / hub.ADAPTER).write_text("{}")
+    one_line(lambda: checkpoint.load(directory), str(directory), hub.ADAPTER, "merge it")
+
+
+@pytest.mark.parametrize("placed", [5, [1], {"fc.weight": 5}])
+def test_an_index_gives_each_tensor_a_file(placed: Any, tmp_path: Path, one_line: Any) -> None:
+    directory = written(tmp_path, "eagle3", "vllm")
+    (directory / foreign.INDEX).write_text(json.dumps({"weight_map": placed}))
+    one_line(lambda: checkpoint.load(directory), str(directory), foreign.INDEX, "weight_map")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "\0", '{"a": ' + "9" * 5000 + "}"])
+def test_json_that_no_parser_takes(text: str, tmp_path: Path, one_line: Any) -> None:
+    directory = native_eagle3(tmp_path / "drafter")
+    (directory / "config.json").write_text(text)
+    for action in (native.load, checkpoint.load, checkpoint.method_of, foreign.read_config):
+        one_line(lambda action=action: action(directory), str(directory), "config.json cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("num_speculative_tokens=1.5", "num_speculative_tokens=1.5"),
+        ("num_speculative_tokens=true", "num_speculative_tokens=True"),
+        ("format=5", "format=5"),
+        ("target=[a]", "target=['a']"),
+        ("private=yes", "private='yes'"),
+        ("out=''", "out=''"),
+    ],
+)
+def test_share_takes_what_its_keys_are(argument: str, words: str, share: Cli) -> None:
+    assert words in share("checkpoint=x", *([] if argument.startswith("out=") else ["out=y"]), argument).error
+
+
+def native_eagle3(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    native.save(directory, Eagle3.fresh(loaded(), {}, Init()), {}, "")
+    return directory
+
+
+def rewrite_config(directory: Path, change: dict[str, Any]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))

@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specdec import hub
 from specdec.target import CausalLM
@@ -215,7 +215,7 @@ def test_exactly_the_answers_and_what_ends_them_are_supervised(name: str, case: 
 @pytest.mark.parametrize("case", CASES)
 def test_of_the_embedded_model_too(case: str) -> None:
     """Its vocabulary has merges, and its template a system prompt of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(hub.resolve(hub.DEFAULT))
+    tokenizer = hub.load_tokenizer(hub.resolve(hub.DEFAULT))
     check(tokenizer, CASES[case], lambda content: content + "<|im_end|>")
 
 
@@ -724,7 +724,7 @@ def words(text: str) -> list[str]:
 @pytest.mark.embedded
 def test_the_demo_is_what_its_header_says() -> None:
     """Of the embedded model, large enough to train on, and rendered as evaluation renders it."""
-    tokenizer = AutoTokenizer.from_pretrained(hub.resolve(hub.DEFAULT))
+    tokenizer = hub.load_tokenizer(hub.resolve(hub.DEFAULT))
     loaded = load(data.DEMO, tokenizer, len(tokenizer))
     assert not loaded.skipped, loaded.said
     header = loaded.header

@@ -21,10 +21,9 @@ import numpy as np
 import pytest
 import torch
 from table import NUM_DRAFT, OwnLaw, TableLM, methods, proposer, reference_law, scheme, schemes
-from transformers import AutoModelForCausalLM
 
 import specdec.engine
-from specdec import method
+from specdec import hub, method
 from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent
 from specdec.engine import EXTRA, Engine
 from specdec.sampling import VERIFY, uniforms
@@ -209,7 +208,7 @@ def test_greedy_gives_what_transformers_generates(
     case: Case, penalty: float, tiny: CausalLM, drafters: dict[str, CausalLM]
 ) -> None:
     """`repetition_penalty` has the same definition there."""
-    theirs = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32)
+    theirs = hub.load_model(tiny.path, dtype=torch.float32)
     requests = [
         make(p, i, max_tokens=24, temperature=0.0, repetition_penalty=penalty, ignore_eos=True)
         for i, p in enumerate(prompts(4, 250, 30))

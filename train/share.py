@@ -52,13 +52,13 @@ def run(cfg: dict[str, Any]) -> None:
         raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
     measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
 
-    from specdec import checkpoint, report
+    from specdec import checkpoint, method, report
     from specdec.checkpoint import causal_lm, native
     from specdec.core import writing
     from specdec.target import CausalLM, choose_dtype
 
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
-    kind = checkpoint.method_of(source)
+    kind = method.of_checkpoint(source)
     lm = kind in causal_lm.WRITES
     if measured is not None:
         must_be_of(measured, source, kind, cfg["eval"])
@@ -155,22 +155,14 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
 # -------------------------------------------------------------------------------------------------------- what is known
 
 
-def read(path: Path, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}); {what}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is no mapping; {what}")
-    return found
-
-
 def evaluated(directory: Path) -> dict[str, Any]:
     """The numbers of an eval/run.py."""
     what = "give the out_dir of an eval/run.py that has finished"
-    summary = read(directory / "summary.json", what)
-    overall = summary.get("overall")
-    if not isinstance(overall, dict) or "mean_acceptance_length" not in overall:
+    from specdec import report
+
+    summary = report.read_summary(directory, what)
+    overall = summary["overall"]
+    if "mean_acceptance_length" not in overall:
         raise ValueError(f"{directory / 'summary.json'} holds no acceptance; {what}")
     keys = (
         "target", "dtype", "rejection", "method", "speculative_config", "num_speculative_tokens", "sampling", "lossless_said",
@@ -206,14 +198,17 @@ def trained(source: Path) -> dict[str, Any] | None:
     out_dir = source.parent.parent
     if not (out_dir / "metrics.jsonl").exists() or not (source / "provenance.json").exists():
         return None
-    told = read(source / "provenance.json", "the checkpoint is not whole")
-    rows = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    from specdec import report, track
+
+    told = provenance_in(source)
+    rows = track.rows_in(out_dir / "metrics.jsonl")
     row = next((row for row in rows if row.get("step") == told.get("step") and "mean_acceptance_length" in row), None)
     if row is None:
         return None
+    report.check_numbers(row, f"{out_dir / 'metrics.jsonl'}, step {told.get('step')}")
     identity = told.get("identity") or {}
     return {
-        "how": f"train/, held-out prompts, step {told['step']}",
+        "how": f"train/, held-out prompts, step {told.get('step')}",
         "target": identity.get("target"),
         "dtype": identity.get("dtype"),
         "num_speculative_tokens": (identity.get("eval") or {}).get("num_speculative_tokens"),
@@ -226,8 +221,19 @@ def provenance_of(source: Path, given: str) -> dict[str, Any]:
     """That of the checkpoint, and how it came here."""
     from specdec.checkpoint import native
 
-    before = read(source / "provenance.json", "the checkpoint is not whole") if (source / "provenance.json").exists() else {}
-    return {**before, "shared": native.provenance(checkpoint=given)}
+    return {**provenance_in(source), "shared": native.provenance(checkpoint=given)}
+
+
+def provenance_in(source: Path) -> dict[str, Any]:
+    """What a checkpoint says of where it comes from; nothing where it says nothing."""
+    from specdec.core import read_json_object
+
+    path, fix = source / "provenance.json", "the checkpoint is not whole"
+    told = read_json_object(path, fix) if path.exists() else {}
+    identity = told.get("identity")
+    if not isinstance(identity, dict | None) or not isinstance((identity or {}).get("eval"), dict | None):
+        raise ValueError(f"{path}: identity is no object as training writes it; {fix}")
+    return told
 
 
 def public(value: Any) -> Any:

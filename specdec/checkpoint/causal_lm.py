@@ -22,7 +22,7 @@ from specdec import hub
 from specdec.checkpoint import native
 from specdec.checkpoint.foreign import DEEPEST, OURS
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import first_line
+from specdec.core import first_line, read_json_object
 from specdec.target import load_weights
 
 # what transformers says of every config, and where a model was read from
@@ -59,7 +59,7 @@ def _drafter(directory: Path) -> str | None:
     from specdec import checkpoint
 
     try:
-        config = json.loads((directory / "config.json").read_text())
+        config = read_json_object(directory / "config.json")
         if config.get("format") == native.FORMAT:
             return str(config.get("method"))
         kind = checkpoint.format_of(directory, config).__name__.rpartition(".")[2]
@@ -84,7 +84,7 @@ def taken(model: Any, method: str, name: str) -> Checkpoint:
     config = {key: value for key, value in model.config.to_dict().items() if key not in CLUTTER}
     config |= {"architectures": [type(model).__name__]}
     tensors = {key: tensor.detach().float() for key, tensor in model.state_dict().items()}
-    native.finite(tensors, name)
+    native.check_values(tensors, name)
     if config.get("tie_word_embeddings"):
         tensors.pop(named(model, model.get_output_embeddings()) + ".weight")
     facts = {"num_hidden_layers": config["num_hidden_layers"], "pard_token": mask_token(config), **(config.get(OURS) or {})}

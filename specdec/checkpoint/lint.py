@@ -7,7 +7,6 @@ An *error*: the engine does not load the directory, or loads another function th
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from specdec import checkpoint, hub
 from specdec.checkpoint import causal_lm, foreign, mlp_speculator, mtp, native, raw_eagle, raw_eagle3
-from specdec.core import first_line, nearest
+from specdec.core import first_line, nearest, read_json_object
 
 ENGINES = {
     "vllm": "vLLM 0.33",
@@ -122,9 +121,10 @@ class _Target:
             return cls()
         try:
             directory = hub.resolve(str(name))
-            config = json.loads((directory / "config.json").read_text())  # engines may run a target's code; here nobody does
-            config = config.get("text_config", config)
-        except (OSError, ValueError, AttributeError) as error:
+            config = read_json_object(directory / "config.json")  # engines may run a target's code; here nobody does
+            inner = config.get("text_config")
+            config = inner if isinstance(inner, dict) else config
+        except (OSError, ValueError) as error:
             raise TargetError(f"target={name} cannot be read ({first_line(error)})") from None
         keys = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
         return cls(directory, *(config.get(key) for key in keys))

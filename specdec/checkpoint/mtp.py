@@ -151,6 +151,7 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
     target = {"name": str(directory), "model_type": text.get("model_type", config.get("model_type"))}
     target |= {key: text[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in text}
     conventions |= {"own_lm_head": head is not None, "draft_vocab_size": text["vocab_size"]}
+    native.check_values(tensors, str(directory))
     return Checkpoint("mtp", conventions, target, _experts_joined(tensors, directory), str(directory))
 
 

@@ -88,4 +88,6 @@ def _layer_ids(config: Any, target: CausalLM) -> tuple[int, ...]:
     for layer in inner[key]:
         if type(layer) is not int or not 0 <= layer <= target.num_layers:
             raise ValueError(f"{key}: layer {layer!r} is outside 0..{target.num_layers}, the layers of {target.name}")
+    if len(set(inner[key])) < len(inner[key]):
+        raise ValueError(f"{key}={inner[key]} names a layer twice; each can be written once")
     return tuple(sorted(set(inner[key])))
