@@ -53,7 +53,7 @@ class Geometry(Checked):
         rope = dict(rope.get("full_attention", rope))  # Gemma 3 has one of them for each kind of layer
         rope.pop("partial_rotary_factor", None)
         facts = {
-            "intermediate_size": theirs.intermediate_size,
+            "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
             "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // heads,

@@ -106,6 +106,7 @@ class Drafter(Learner):
             raise ValueError(f"max_model_len={max_model_len} of the draft is outside 2..{target.max_model_len}, the target's")
         checkpoint = model if isinstance(model, Checkpoint) else self.opened(target, model, revision)
         checkpoint.check(self.name, target)
+        target.check_shared_parts()
         self.target = target
         self.num_speculative_tokens = num_speculative_tokens
         self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"

@@ -170,6 +170,7 @@ def teach(target: CausalLM, last_nD: Tensor, mask_n: np.ndarray) -> tuple[Tensor
 
 def _checked(target: CausalLM, layers: Iterable[int]) -> tuple[int, ...]:
     """Ascending, without duplicates, and with the last layer's output, from which the target's law follows."""
+    target.check_states()
     given = list(layers)
     if not all(type(layer) is int for layer in given):
         raise ValueError(f"layer ids {given!r} must be numbers, such as [2, 15, 27, 30]")
