@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from specdec.core import first_line
-from specdec.kv import SlotCache, Window, slot_attention
+from specdec.kv import Refused, SlotCache, Window, slot_attention
 from specdec.linear import PackedLinear
 from specdec.shard import Gathered
 
@@ -34,6 +34,7 @@ HARMLESS = {
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "logits_to_keep",
 }  # fmt: skip
+SINKS = {"s_aux": "attention sinks (s_aux)"}  # what an argument is called, where its name does not say it
 # how far logits may be from transformers' own, as a share of their spread: rounding alone, several times over
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.25}
 
@@ -54,10 +55,6 @@ class Contract:
     layers: nn.ModuleList | None = None
     final_norm: nn.Module | None = None
     no_states: str = ""
-
-
-class Refused(ValueError):
-    """A reason why a model cannot be decoded, to stand inside a line that names the model."""
 
 
 @dataclass
@@ -97,7 +94,7 @@ class Probe:
             if name == "is_causal":
                 changes = given is False
             if changes:
-                raise Refused(f"{type(module).__name__} attends with {name}, which the engine does not know")
+                raise Refused(f"{type(module).__name__} attends with {SINKS.get(name, name)}, which the engine does not know")
         shapes = [list(x.shape) for x in (query, key, value)]
         fits = query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2] and key.shape[:2] == value.shape[:2]
         if not fits or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
@@ -151,11 +148,9 @@ def probe(
     AttentionMaskInterface.register(PROBE, recorder.mask)
     token_N = torch.tensor(_tokens(config), device=device)
 
-    def forward(start: list[int], counts: list[int], probe: Probe | None) -> Tensor:
+    def forward(start: list[int], counts: list[int], probe: Probe | None, keep: Tensor | None = None) -> Tensor:
         tokens = torch.cat([token_N[first : first + count] for first, count in zip(start, counts, strict=True)])
-        window = Window(cache, 0, np.array(start), np.array(counts), probe)
-        logits: Tensor = call(model, tokens, window, 0).logits[0]
-        return logits
+        return call(model, tokens, Window(cache, 0, np.array(start), np.array(counts), probe), keep)
 
     try:
         with torch.no_grad():
@@ -166,11 +161,12 @@ def probe(
             if first.shape != (NUM_FIRST, config.vocab_size):
                 raise Refused(f"its logits are {first.shape[-1]} wide, and its config has vocab_size={config.vocab_size}")
             _use(model, ATTENTION)
-            # the first row goes on from its cache, the second begins beside it
-            later = forward([NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], None)
+            # the first row goes on from its cache, the second begins beside it; of some tokens nobody wants logits
+            keep = torch.arange(1, 2 * NUM_TOKENS - NUM_FIRST, device=device)
+            later = forward([NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], None, keep)
             own = _reference(model, token_N)
-            _compare(first, own[:NUM_FIRST], dtype, "its attention does something that the interface is not given")
-            _compare(later, torch.cat([own[NUM_FIRST:], own]), dtype, "it has positions or a state of its own")
+            _compare(first, own[:NUM_FIRST], dtype, "its attention or its positions are made of more than the engine gives it")
+            _compare(later, torch.cat([own[NUM_FIRST:], own])[1:], dtype, "it counts positions, or keeps a state, by itself")
             norm, no_states = watched.between(layers, first, cap, config.hidden_size)
         return Contract(cache.layers, first.shape[-1], layers, norm, no_states)
     except Refused:
@@ -181,15 +177,18 @@ def probe(
         transformers_logging.set_verbosity(loud)
 
 
-def call(model: Any, token_N: Tensor, window: Window, keep: Any) -> Any:
-    """One forward over the slot cache. keep: as transformers' `logits_to_keep`."""
-    return model(
+def call(model: Any, token_N: Tensor, window: Window, keep: Tensor | None = None) -> Tensor:
+    """Logits [N, V] of one forward over the slot cache, or [len(keep), V] of the tokens at these places."""
+    logits: Tensor = model(
         input_ids=token_N.unsqueeze(0),
         position_ids=window.slot_N.unsqueeze(0),
         use_cache=False,
-        logits_to_keep=keep,
+        logits_to_keep=0 if keep is None else keep,
         window=window,
-    )
+    ).logits[0]
+    if keep is not None and len(logits) != len(keep):  # some classes pass over `logits_to_keep`
+        return logits[keep]
+    return logits
 
 
 def _reference(model: Any, token_N: Tensor) -> Tensor:
@@ -238,9 +237,8 @@ def layers_of(model: Any, num_layers: int) -> nn.ModuleList | None:
     """The list of decoder layers: its place i holds the attention of layer i, and so for all of them."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            numbers = [{getattr(part, "layer_idx", i) for part in child.modules()} for i, child in enumerate(module)]
-            marked = all(any(hasattr(part, "layer_idx") for part in child.modules()) for child in module)
-            if marked and all(own == {i} for i, own in enumerate(numbers)):
+            numbers = [{getattr(part, "layer_idx", None) for part in child.modules()} - {None} for child in module]
+            if all(own == {i} for i, own in enumerate(numbers)):
                 return module
     return None
 

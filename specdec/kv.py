@@ -79,6 +79,10 @@ class SlotCache:
             stored.zero_()
 
 
+class Refused(ValueError):
+    """A reason why a model cannot be decoded, to stand inside a line that names the model."""
+
+
 @dataclass
 class Window:
     """The tokens of one forward, laid end to end, and where they stand in the cache.
@@ -164,7 +168,8 @@ def slot_attention(
     """
     if callable(window):
         return window(module, query, key, value, scaling, sliding_window, softcap).contiguous(), None
-    assert window is not None, "this model was loaded for the engine: call it through specdec.target"
+    if window is None:
+        raise Refused("the engine's arguments do not reach its attention")
     if window.probe is not None:
         window.probe.note(module, query, key, value, attention_mask, sliding_window, unused)
     num_heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import contract, hub, linear, shard
 from specdec.contract import ATTENTION, Contract
 from specdec.core import first_line, nearest
-from specdec.kv import SlotCache, Window
+from specdec.kv import Refused, SlotCache, Window
 from specdec.parallel_state import ALONE, Processes
 
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
@@ -216,12 +216,12 @@ class CausalLM:
         self._tap(hidden_layers)
         if last_only:
             keep = (np.cumsum(length_B) - 1).clip(0)
-        places: Any = 0 if keep is None else torch.from_numpy(keep).to(self.device, non_blocking=True)
-        out = contract.call(self.model, token_N, window, places)
+        places = None if keep is None else torch.from_numpy(keep).to(self.device, non_blocking=True)
+        logits = contract.call(self.model, token_N, window, places)
         hidden_NTD = None
         if hidden_layers:
             hidden_NTD = torch.stack([self._taps[layer][0] for layer in hidden_layers], 1)
-        return Output(out.logits[0], hidden_NTD)
+        return Output(logits, hidden_NTD)
 
     def prefill(
         self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()
@@ -324,8 +324,8 @@ def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
     if foreign or getattr(config, "is_encoder_decoder", False):
         what = ", ".join(sorted(foreign)) or "an encoder"
         raise ValueError(
-            f"{path}: model_type {config.model_type!r} has {what}, whose state cannot be rolled back to before a rejected "
-            "draft; use a model with attention layers only"
+            f"{path}: model_type {config.model_type!r} has {what}, which attends in another way, or keeps a state that cannot be "
+            "rolled back to before a rejected draft; use a model with layers of full or sliding attention only"
         )
 
 
@@ -377,7 +377,7 @@ def held_to_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.d
 
     try:
         return contract.probe(model, dtype, device, cap, most_positions)
-    except contract.Refused as error:
+    except Refused as error:
         raise ValueError(f"{path}: model_type {model.config.model_type!r} cannot be decoded here: {error}") from None
 
 
