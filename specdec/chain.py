@@ -53,7 +53,7 @@ class Geometry(Checked):
         # Gemma 3 has one of them for each kind of layer, and some kinds may have none
         rope = dict(rope.get("full_attention") or next((own for own in rope.values() if isinstance(own, dict)), rope))
         rope.pop("partial_rotary_factor", None)
-        facts = {
+        facts: dict[str, Any] = {
             "intermediate_size": _number(theirs, "intermediate_size") or 4 * target.hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": _number(theirs, "num_key_value_heads") or heads,

@@ -146,6 +146,12 @@ class CausalLM:
         assert self.contract.final_norm is not None
         return self.contract.final_norm
 
+    @property
+    def not_finite(self) -> str:
+        """A line about logits that hold nan or inf."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"the logits of {self.name} are not finite (nan or inf) in {dtype}; use another dtype, or fetch the model again"
+
     def check_states(self) -> None:
         """Raise ValueError, one line, if hidden states cannot be read, or the logits not be derived from the last of them."""
         if self.contract.no_states:
@@ -324,8 +330,8 @@ def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
     if foreign or getattr(config, "is_encoder_decoder", False):
         what = ", ".join(sorted(foreign)) or "an encoder"
         raise ValueError(
-            f"{path}: model_type {config.model_type!r} has {what}, which attends in another way, or keeps a state that cannot be "
-            "rolled back to before a rejected draft; use a model with layers of full or sliding attention only"
+            f"{path}: model_type {config.model_type!r} has {what}, which attends in another way, or keeps a state that cannot "
+            "be rolled back to before a rejected draft; use a model with layers of full or sliding attention only"
         )
 
 

@@ -108,7 +108,18 @@ CASES = [
     Case("gemma"),
     Case("gemma2", {"query_pre_attn_scalar": 16, **WINDOW}),
     Case("gemma3_text", {"query_pre_attn_scalar": 16, **MIXED}),
-    Case("gemma3n_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0], **MIXED}),
+    Case(
+        "gemma3n_text",
+        {
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 320,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0, 0.0],
+            **MIXED,
+        },
+    ),
     Case(
         "gemma4_text", {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 0, **MIXED}
     ),
@@ -354,7 +365,7 @@ def make(case: Case, directory: Path) -> None:
         torch.manual_seed(0)
         config = AutoConfig.for_model(case.model_type, **given)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():  # biases and scales too, which are made neutral
+        for parameter in model.parameters():  # biases and scales, which are made neutral
             noise = torch.randn_like(parameter)
             parameter.data += 0.1 * noise if parameter.ndim == 1 else 0.0
         model.save_pretrained(directory)
@@ -431,7 +442,11 @@ def learn(target: CausalLM, want: list[list[int]], outcome: Outcome) -> None:
     loss.backward()
     if not all(p.grad.isfinite().all() for p in drafter.parameters() if p.grad is not None):
         outcome.wrong.append("training")
-    outcome.wrong += [f"eagle3 at {rows}" for rows in (1, 3) if decoded(target, "eagle3", rows, model=checkpoint, num_speculative_tokens=3) != want]
+    outcome.wrong += [
+        f"eagle3 at {rows}"
+        for rows in (1, 3)
+        if decoded(target, "eagle3", rows, model=checkpoint, num_speculative_tokens=3) != want
+    ]
 
 
 def table(cases: list[Case]) -> str:

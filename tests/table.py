@@ -62,6 +62,9 @@ class TokenCache:
     def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
         self.token_RS[row_N, slot_N] = token_N
 
+    def wipe(self) -> None:
+        self.token_RS[:] = POISON
+
 
 class TableLM(CausalLM):
     """logits[i] = table[token[i - 1], token[i]]; the last line is for the first token, with none before it.
