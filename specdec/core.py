@@ -38,6 +38,7 @@ class Draft:
     evidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
         proposer's `gives_evidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
         token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
+    finite_BK: whether the logits that each token was chosen from were free of nan and inf; None where there were none.
     proposer_B: which part of a composed proposer made each row's draft, by name.
     paid_B: of a composed proposer, tokens of each row that its costly part drafted, the one that cost tables are of.
     """
@@ -49,15 +50,14 @@ class Draft:
     evidence_BKF: Tensor | None = None
     proposer_B: list[str] | None = None
     paid_B: np.ndarray | None = None
+    finite_BK: Tensor | None = None
 
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
         most = int(length_B.max(initial=0))
-        q_BKV = None if self.q_BKV is None else self.q_BKV[:, :most]
-        evidence_BKF = None if self.evidence_BKF is None else self.evidence_BKF[:, :most]
-        return replace(
-            self, token_BK=self.token_BK[:, :most], length_B=torch.from_numpy(length_B), q_BKV=q_BKV, evidence_BKF=evidence_BKF
-        )
+        names = ("token_BK", "q_BKV", "evidence_BKF", "finite_BK")
+        columns = {name: x[:, :most] for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, length_B=torch.from_numpy(length_B), **columns)
 
     def among(self, place_B: np.ndarray, num_rows: int) -> Draft:
         """The same drafts as those of rows `place_B` of `num_rows`; the others have none."""
@@ -80,6 +80,7 @@ class Draft:
             evidence_BKF=None if self.evidence_BKF is None else spread(self.evidence_BKF),
             proposer_B=names,
             paid_B=None if self.paid_B is None else spread(torch.from_numpy(self.paid_B)).numpy(),
+            finite_BK=None if self.finite_BK is None else spread(self.finite_BK),
         )
 
 
