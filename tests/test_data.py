@@ -229,7 +229,7 @@ def test_a_template_with_a_system_prompt_keeps_the_one_that_is_given() -> None:
 
 def test_a_token_across_the_border_of_prompt_and_answer_is_not_made() -> None:
     """The prompt is what the engine sees: the answer's first line feed cannot join its last one. Where the next prompt has
-    the answer in other tokens, it is history only."""
+    the answer in other tokens, those that lie wholly inside are supervised."""
     tokenizer = byte_tokenizer(CHATML, merges=NEWLINES)
     joined = tokenizer.convert_tokens_to_ids("ĊĊ")
     one = [user("a"), assistant("\nb\n\nc")]
@@ -239,7 +239,8 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_not_made() -> None:
     assert whole.count(joined) == 2, "if all is put to tokens at once, they join across the border"
     two = [*one, user("d"), assistant("e")]
     rendered = render(two, tokenizer)
-    assert supervised(tokenizer, rendered) == ["e<|im_end|>"]
+    assert supervised(tokenizer, rendered) == ["b\n\nc<|im_end|>", "e<|im_end|>"]
+    assert rendered.num_merged == 1
     assert rendered.token_ids[: spans(rendered)[0][0]] == ids_of(tokenizer, two[:3])
     harmless = [user("a"), assistant("b\n"), user("\nc"), assistant("d\n\n")]
     check(tokenizer, harmless, lambda content: content + "<|im_end|>")
