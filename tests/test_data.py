@@ -241,7 +241,7 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_not_made() -> None:
     rendered = render(two, tokenizer)
     assert supervised(tokenizer, rendered) == ["b\n\nc<|im_end|>", "e<|im_end|>"]
     assert rendered.num_merged == 1
-    assert rendered.token_ids[: spans(rendered)[0][0]] == ids_of(tokenizer, two[:3])
+    assert rendered.token_ids[: spans(rendered)[-1][0]] == ids_of(tokenizer, two[:3])
     harmless = [user("a"), assistant("b\n"), user("\nc"), assistant("d\n\n")]
     check(tokenizer, harmless, lambda content: content + "<|im_end|>")
 

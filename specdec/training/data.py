@@ -99,18 +99,13 @@ def render(
     UnstableTemplate if it renders a turn differently once later ones follow.
     """
     conversation = Conversation([_message(message) for message in messages], _tools(tools))
-    template, spelled = _checked(conversation, tokenizer, template_kwargs)
-    return _cut(_render(spelled, _supervised(spelled), template, _eos(tokenizer, eos_token_ids)), max_length)
+    template = _Template(tokenizer, template_kwargs, eos_token_ids)
+    spelled = _checked(conversation, template)
+    return _cut(_render(spelled, _supervised(spelled), template), max_length)
 
 
 def _cut(rendered: Rendered, max_length: int | None) -> Rendered:
     return Rendered(rendered.token_ids[:max_length], rendered.loss_mask[:max_length], rendered.num_merged)
-
-
-def _eos(tokenizer: Any, eos_token_ids: Iterable[int] | None) -> frozenset[int]:
-    if eos_token_ids is None:
-        return frozenset(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
-    return frozenset(eos_token_ids)
 
 
 def _supervised(messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -125,14 +120,17 @@ def _supervised(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 class _Template:
-    """A tokenizer's chat template with the arguments of one conversation."""
+    """A tokenizer's chat template with its arguments, and what ends a generation of the target (None: the tokenizer's eos)."""
 
-    def __init__(self, tokenizer: Any, kwargs: dict[str, Any]):
+    def __init__(self, tokenizer: Any, kwargs: dict[str, Any], eos_token_ids: Iterable[int] | None = None):
         if not tokenizer.chat_template:
             raise ValueError(
                 "the tokenizer has no chat template; give rows with prompt and response, or input_ids and loss_mask"
             )
-        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.tokenizer, self.kwargs = tokenizer, dict(kwargs)
+        self.knows_eos = eos_token_ids is not None
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos = frozenset(own if eos_token_ids is None else eos_token_ids)
 
     def text(self, messages: Sequence[dict[str, Any]], generate: bool = False) -> str:
         """What the messages are rendered to; generate: with what begins an answer. Raises ValueError if they are refused."""
@@ -151,6 +149,12 @@ class _Template:
         length = _num_shared(first[::-1], second[::-1])
         return first[: _num_shared(first, second)], first[len(first) - length :]
 
+    def equal(self, text: str, messages: Sequence[dict[str, Any]]) -> bool:
+        """Whether the messages are rendered to this text; what is refused is not."""
+        with contextlib.suppress(ValueError):
+            return self.text(messages) == text
+        return False
+
     def shows(self, messages: list[dict[str, Any]], place: int, text: str, other: dict[str, Any]) -> bool:
         """Whether the rendering would be another than `text` (that of `messages`) with this other message at a place, or, where
         the template refuses that, with none."""
@@ -168,9 +172,9 @@ class _Template:
             return []
         return list(self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
 
-    def ends(self, token: int, eos: frozenset[int]) -> bool:
+    def ends(self, token: int) -> bool:
         """Whether a turn can end with this token."""
-        return token in eos or _is_special(self.tokenizer, token)
+        return token in self.eos or _is_special(self.tokenizer, token)
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,7 @@ class _Turn:
     num_tail: int
 
 
-def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Template, eos: frozenset[int]) -> Rendered:
+def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Template) -> Rendered:
     """As `render`, supervising the assistant turns at these places only, and ending with the last of them."""
     whole = template.text(messages[: turns[-1] + 1])
     token_ids: list[int] = []
@@ -193,7 +197,7 @@ def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Tem
     merged: set[int] = set()
     for place in turns:
         through = whole if place == turns[-1] else template.text(messages[: place + 1])
-        turn = _turn(messages, place, through, template, eos, alone=len(turns) == 1)
+        turn = _turn(messages, place, through, template, alone=len(turns) == 1)
         if not whole.startswith(through):
             raise UnstableTemplate(
                 "the chat template renders an assistant turn otherwise once later turns follow; give one sample per turn"
@@ -236,9 +240,7 @@ def _inside(span: tuple[int, int], chars: tuple[int, int], common: int, offsets:
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
-def _turn(
-    messages: Sequence[dict[str, Any]], place: int, through: str, template: _Template, eos: frozenset[int], alone: bool
-) -> _Turn:
+def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template: _Template, alone: bool) -> _Turn:
     """The assistant's turn at this place. through: the rendering up to it; alone: it may begin otherwise than the generation
     prompt, where that opens a thinking block."""
     before, message = messages[:place], messages[place]
@@ -246,25 +248,25 @@ def _turn(
     # what stands around a content by itself, and behind this message's content or calls, with its other fields
     head, plain_closing = template.around(*([*before, {"role": "assistant", "content": text}] for text in _STAND_INS))
     _, closing = template.around(*([*before, _varied(message, text)] for text in _STAND_INS))
-    prompt, text, start = _begun(template.text(before, generate=True), head, through, closing, message, alone)
+    prompt, text, start = _begun(template, before, message, head, through, closing, alone)
     if calls:  # a number has other signs around it than the texts of the variants, which then share more
         num_shared = _num_shared(through[::-1], closing[::-1])
         rest, closing = closing[: len(closing) - num_shared], closing[len(closing) - num_shared :]
-        differs = any(template.ends(token, eos) for token in template.ids(rest))
+        differs = any(template.ends(token) for token in template.ids(rest))
     else:
         differs = not through.endswith(closing)
     if differs:
         raise UnstableTemplate("the chat template closes an answered turn otherwise than one with another content")
 
     closing_ids = template.ids(closing)
-    special = [i for i, token in enumerate(closing_ids) if template.ends(token, eos)]
-    # a content is followed by its end at once, calls by what closes them
-    near = special if calls else [i for nth, i in enumerate(special) if i == special[0] + nth]
-    final = [i for i in near if closing_ids[i] in eos]
-    if not final and (opener := _opener(messages, place, template, eos)):
+    special = [i for i, token in enumerate(closing_ids) if template.ends(token)]
+    # calls are followed by what closes them; a content by its end at once, if the target's own are not known
+    near = [i for nth, i in enumerate(special) if i == special[0] + nth or calls or template.knows_eos]
+    final = [i for i in near if closing_ids[i] in template.eos]
+    if not final and (opener := _opener(messages, place, template)):
         return _Turn(prompt, text + opener, start, 0)
     if not final and calls:  # as a turn without calls ends, else what closes the calls
-        plain = [token for token in template.ids(plain_closing) if template.ends(token, eos)][:1]
+        plain = [token for token in template.ids(plain_closing) if template.ends(token)][:1]
         final = [i for i in special if closing_ids[i] in plain] or special[-1:]
     final = final or special
     if final:
@@ -274,12 +276,21 @@ def _turn(
     return _Turn(prompt, text[: len(text) - len(plain_closing)], start, 0)  # no token ends it: it ends with the content
 
 
-_TAG = re.compile(r"[<\[][^<>\[\]]*[>\]]\s*$")  # the last of a text
+_TAG = re.compile(r"[<\[][^<>\[\]]*[>\]]")
 
 
-def _begun(prompt: str, head: str, through: str, closing: str, message: dict[str, Any], alone: bool) -> tuple[str, str, int]:
+def _begun(
+    template: _Template,
+    before: Sequence[dict[str, Any]],
+    message: dict[str, Any],
+    head: str,
+    through: str,
+    closing: str,
+    alone: bool,
+) -> tuple[str, str, int]:
     """(prompt, prompt and turn, where in that the supervised text begins). head: what the template puts in front of a content;
     through: what it makes of the turn, with `closing` behind the content."""
+    prompt = template.text(before, generate=True)
     content = "" if message.get("tool_calls") else message["content"].strip()
     hidden = ""  # of the content: some templates take its thinking block away, which the target generates
     if (
@@ -292,26 +303,38 @@ def _begun(prompt: str, head: str, through: str, closing: str, message: dict[str
     if through.startswith(prompt) and not hidden:
         inserted = through.startswith(head) and head[len(prompt) :].strip()
         return prompt, through, len(head) if inserted else len(prompt)
-    opened = _TAG.search(prompt)
-    if alone and opened and content.startswith(opened[0].strip()):
-        rest = content[len(opened[0].strip()) :].removeprefix(opened[0][len(opened[0].rstrip()) :])
-        return prompt, prompt + rest + closing, len(prompt)
-    if alone and hidden:
-        closes = _TAG.search(hidden)
-        if closes and opened and closes[0] == opened[0].strip():
-            raise ValueError("the content brings a thinking block, and the generation prompt has closed it")
-        return prompt, prompt + content + closing, len(prompt)
-    if alone and opened and through.startswith(head):
-        own = head.removeprefix(prompt[: opened.start()])
-        if own != head and (not own.startswith(opened[0].strip()) or _TAG.search(own[len(opened[0].strip()) :])):
+
+    # the prompt may have a thinking block that the turn lacks: open, for the target to think, or closed, for it not to
+    shared = _num_shared(prompt, head)
+    fork = (
+        shared
+        if shared == len(head)
+        else max((tag.start() for tag in _TAG.finditer(prompt) if tag.start() <= shared), default=0)
+    )
+    block = prompt[fork:]
+    tags = _TAG.findall(block)
+    if alone and hidden and not block:
+        if not prompt.rstrip().endswith([hidden, *_TAG.findall(hidden)][-1]):
+            return prompt, prompt + content + closing, len(prompt)
+    elif alone and block.strip() and fork > _num_shared(prompt, template.text(before)):
+        if len(tags) < 2 and content.startswith(block.strip()):
+            thought = content[len(block.strip()) :].removeprefix(block[len(block.rstrip()) :])
+            return prompt, prompt + thought + closing, len(prompt)
+        if len(tags) < 2 and hidden:
+            return prompt, prompt + content + closing, len(prompt)
+        if len(tags) < 2 and through.startswith(head):
             return head, through, len(head)
+        if through.startswith(head) and not hidden and not content.startswith(tags[0]):
+            own = head[fork:]
+            text = prompt + through[len(head) if block.endswith(own) else fork :]
+            return prompt, text, len(text) - len(through) + len(head)
     raise UnstableTemplate(
         "the chat template renders an answered turn otherwise than its generation prompt and the content; "
         "keep the token ids when generating, as train/prepare.py does"
     )
 
 
-def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template, eos: frozenset[int]) -> str:
+def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template) -> str:
     """The token that opens the message after this turn, if the target generates it to end the turn; else nothing."""
     calls = messages[place].get("tool_calls")
     own = {key: value for key, value in messages[place].items() if key in ("role", "content", "tool_calls")}
@@ -329,7 +352,7 @@ def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template,
         return ""
     added = template.tokenizer.added_tokens_decoder
     behind = text[len(without) :] if text.startswith(without) else ""
-    return next((str(added[token]) for token in eos if token in added and behind.startswith(str(added[token]))), "")
+    return next((str(added[token]) for token in template.eos if token in added and behind.startswith(str(added[token]))), "")
 
 
 def _varied(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -374,13 +397,11 @@ def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
-def _checked(
-    conversation: Conversation, tokenizer: Any, template_kwargs: dict[str, Any]
-) -> tuple[_Template, list[dict[str, Any]]]:
-    """The template for a conversation and the messages as it takes them. Fields that it does not show are added to
+def _checked(conversation: Conversation, template: _Template) -> list[dict[str, Any]]:
+    """The messages as the template takes them, which is given the tools. Fields that it does not show are added to
     `conversation.unused`; a message or a call that it does not show is a ValueError."""
-    kwargs = {**template_kwargs, "tools": conversation.tools} if conversation.tools else template_kwargs
-    template = _Template(tokenizer, kwargs)
+    if conversation.tools:
+        template.kwargs["tools"] = conversation.tools
     end = _supervised(conversation.messages)[-1] + 1
     failure = ValueError()
     for messages in _spellings(conversation.messages):
@@ -395,7 +416,7 @@ def _checked(
         raise failure
 
     whole = template.text(messages[:end])
-    if conversation.tools and _Template(tokenizer, template_kwargs).text(messages[:end]) == whole:
+    if conversation.tools and _Template(template.tokenizer, {**template.kwargs, "tools": None}).equal(whole, messages[:end]):
         conversation.unused.add("tools")
     for place, message in enumerate(messages[:end]):
         # a turn's own rendering has more of it than that with later ones, which may drop thoughts
@@ -411,7 +432,7 @@ def _checked(
             less = {own: message[own] for own in message if own != key}
             if key not in honoured and value not in _NOTHING and not template.shows(part, place, text, less):
                 conversation.unused.add(f"messages.{key}")
-    return template, messages
+    return messages
 
 
 def _check_calls(messages: list[dict[str, Any]], template: _Template) -> None:
@@ -550,7 +571,6 @@ def load(
     if limit is not None and limit < 1:
         raise ValueError(f"data.limit={limit}: at least 1 row is needed")
     loaded, names, taken, num_rows = Loaded(), Counter[str](), set[str](), 0
-    eos = _eos(tokenizer, eos_token_ids)
     for where, row in rows(source, split):
         if num_rows == limit:
             break
@@ -559,7 +579,7 @@ def load(
             continue
         num_rows += 1
         try:
-            parts, unused = _rendered(row, tokenizer, vocab_size, max_length, eos, template_kwargs)
+            parts, unused = _rendered(row, tokenizer, vocab_size, max_length, eos_token_ids, template_kwargs)
         except ValueError as error:
             loaded.skip(where, str(error))
             continue
@@ -753,7 +773,12 @@ def _check_text(value: Any) -> None:
 
 
 def _rendered(
-    row: Any, tokenizer: Any, vocab_size: int, max_length: int | None, eos: frozenset[int], kwargs: dict[str, Any]
+    row: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    max_length: int | None,
+    eos_token_ids: Iterable[int] | None,
+    kwargs: dict[str, Any],
 ) -> tuple[list[Rendered], set[str]]:
     """(the samples of a row, its fields that nothing reads)."""
     if isinstance(row, dict) and "input_ids" in row:
@@ -770,14 +795,15 @@ def _rendered(
         answer = [*answer, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
         rendered = Rendered([*prefix, *answer], [0] * len(prefix) + [1] * len(answer))
         return [_cut(rendered, max_length)], conversation.unused | ({"tools"} if conversation.tools else set())
-    template, messages = _checked(conversation, tokenizer, kwargs)
+    template = _Template(tokenizer, kwargs, eos_token_ids)
+    messages = _checked(conversation, template)
     turns = _supervised(messages)
     try:
-        parts = [_render(messages, turns, template, eos)]
+        parts = [_render(messages, turns, template)]
     except UnstableTemplate:
         if len(turns) == 1:
             raise
-        parts = [_render(messages, [place], template, eos) for place in turns]
+        parts = [_render(messages, [place], template) for place in turns]
     return [_cut(part, max_length) for part in parts], conversation.unused
 
 
