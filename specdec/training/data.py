@@ -69,6 +69,10 @@ class Conversation:
     unused: set[str] = field(default_factory=set)
 
 
+class _Refused(ValueError):
+    """Messages that a template does not take."""
+
+
 class UnstableTemplate(ValueError):
     """A template that renders an assistant's turn differently once later turns follow, or otherwise than decoding begins it."""
 
@@ -138,7 +142,7 @@ class _Template:
         try:
             text = self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **self.kwargs)
         except Exception as error:
-            raise ValueError(f"the chat template refuses the messages ({first_line(error)})") from None
+            raise _Refused(f"the chat template refuses the messages ({first_line(error)})") from None
         return str(text)
 
     def around(self, *variants: Sequence[dict[str, Any]]) -> tuple[str, str]:
@@ -291,7 +295,8 @@ def _begun(
     """(prompt, prompt and turn, where in that the supervised text begins). head: what the template puts in front of a content;
     through: what it makes of the turn, with `closing` behind the content."""
     prompt = template.text(before, generate=True)
-    content = "" if message.get("tool_calls") else message["content"].strip()
+    calls = message.get("tool_calls")
+    content = "" if calls else message["content"].strip()
     hidden = ""  # of the content: some templates take its thinking block away, which the target generates
     if (
         content
@@ -305,29 +310,27 @@ def _begun(
         return prompt, through, len(head) if inserted else len(prompt)
 
     # the prompt may have a thinking block that the turn lacks: open, for the target to think, or closed, for it not to
-    shared = _num_shared(prompt, head)
-    fork = (
-        shared
-        if shared == len(head)
-        else max((tag.start() for tag in _TAG.finditer(prompt) if tag.start() <= shared), default=0)
-    )
+    other = through if calls else head
+    shared = _num_shared(prompt, other)
+    fork = max((tag.start() for tag in _TAG.finditer(prompt) if tag.start() <= shared), default=0)
+    fork = shared if shared == len(other) else fork
     block = prompt[fork:]
     tags = _TAG.findall(block)
     if alone and hidden and not block:
         if not prompt.rstrip().endswith([hidden, *_TAG.findall(hidden)][-1]):
             return prompt, prompt + content + closing, len(prompt)
     elif alone and block.strip() and fork > _num_shared(prompt, template.text(before)):
-        if len(tags) < 2 and content.startswith(block.strip()):
+        if len(tags) < 2 and content and content.startswith(block.strip()):
             thought = content[len(block.strip()) :].removeprefix(block[len(block.rstrip()) :])
             return prompt, prompt + thought + closing, len(prompt)
         if len(tags) < 2 and hidden:
             return prompt, prompt + content + closing, len(prompt)
-        if len(tags) < 2 and through.startswith(head):
-            return head, through, len(head)
-        if through.startswith(head) and not hidden and not content.startswith(tags[0]):
-            own = head[fork:]
-            text = prompt + through[len(head) if block.endswith(own) else fork :]
-            return prompt, text, len(text) - len(through) + len(head)
+        begin = len(head) if through.startswith(head) else fork
+        if len(tags) < 2 and (calls or begin == len(head)):
+            return through[:begin], through, begin
+        if (calls or begin == len(head)) and not hidden and not (content and content.startswith(tags[0])):
+            text = prompt + through[begin if block.endswith(through[fork:begin]) else fork :]
+            return prompt, text, len(text) - len(through) + begin
     raise UnstableTemplate(
         "the chat template renders an answered turn otherwise than its generation prompt and the content; "
         "keep the token ids when generating, as train/prepare.py does"
@@ -352,7 +355,8 @@ def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template)
         return ""
     added = template.tokenizer.added_tokens_decoder
     behind = text[len(without) :] if text.startswith(without) else ""
-    return next((str(added[token]) for token in template.eos if token in added and behind.startswith(str(added[token]))), "")
+    opener = next((own for own in map(str, map(added.get, template.eos)) if behind.lstrip().startswith(own)), "")
+    return behind[: behind.index(opener) + len(opener)]
 
 
 def _varied(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -364,9 +368,23 @@ def _varied(message: dict[str, Any], text: str) -> dict[str, Any]:
     return varied
 
 
-def _values(call: dict[str, Any], text: str) -> dict[str, str]:
+def _values(call: dict[str, Any], text: str) -> Any:
+    """Other arguments for a tool call, of the same types."""
     arguments = _parsed(call["function"]["arguments"])
-    return dict.fromkeys(arguments, text) if isinstance(arguments, dict) and arguments else {text: text}
+    if not isinstance(arguments, dict):
+        return {text: text}
+    other = {key: _other(value, text) for key, value in arguments.items()}
+    return {text: text} if other == arguments else other
+
+
+def _other(value: Any, text: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _other(inner, text) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_other(inner, text) for inner in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value)(len(text) * 1001)  # of 15 and 17: neither the first nor the last digits are alike
+    return text if isinstance(value, str) else value
 
 
 def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
@@ -403,7 +421,7 @@ def _checked(conversation: Conversation, template: _Template) -> list[dict[str, 
     if conversation.tools:
         template.kwargs["tools"] = conversation.tools
     end = _supervised(conversation.messages)[-1] + 1
-    failure = ValueError()
+    failure: ValueError | None = None
     for messages in _spellings(conversation.messages):
         try:
             for place in range(end):
@@ -411,8 +429,9 @@ def _checked(conversation: Conversation, template: _Template) -> list[dict[str, 
                     _check_calls(messages[: place + 1], template)
             break
         except ValueError as error:
-            failure = error
+            failure = error if failure is None or isinstance(failure, _Refused) else failure
     else:
+        assert failure is not None
         raise failure
 
     whole = template.text(messages[:end])
