@@ -216,6 +216,8 @@ def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Tem
             if answer[: len(inserted)] != inserted:  # a token reaches over this border: likewise
                 answer = [*inserted, *template.ids(turn.text[turn.start :])]
         answer = answer[: len(answer) - turn.num_tail]
+        if messages[place].get("tool_calls") and template.eos.intersection(answer[len(inserted) : -1]):
+            raise ValueError("a turn with tool calls that the chat template ends before its end")
 
         common = _num_shared(token_ids, prefix)
         changed = [number for number, span in enumerate(spans) if span[1] > common]
@@ -273,11 +275,20 @@ def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template
         plain = [token for token in template.ids(plain_closing) if template.ends(token)][:1]
         final = [i for i in special if closing_ids[i] in plain] or special[-1:]
     final = final or special
-    if final:
+    if final:  # some templates have a last system message there
+        begins = [token for token in template.ids(_begins(template, before)) if template.ends(token)]
+        if begins and begins[0] in closing_ids[: final[0]]:
+            raise UnstableTemplate("the chat template puts another turn before the end of one")
         return _Turn(prompt, text, start, len(closing_ids) - final[0] - 1)
     if not text.endswith(plain_closing):
         raise UnstableTemplate("the chat template closes a turn with tool calls otherwise than one without")
     return _Turn(prompt, text[: len(text) - len(plain_closing)], start, 0)  # no token ends it: it ends with the content
+
+
+def _begins(template: _Template, before: Sequence[dict[str, Any]]) -> str:
+    """What the template adds for an answer to begin; nothing if it does not, or does so always."""
+    history, prompt = template.text(before), template.text(before, generate=True)
+    return prompt[len(history) :] if prompt.startswith(history) else ""
 
 
 _TAG = re.compile(r"[<\[][^<>\[\]]*[>\]]")
@@ -316,10 +327,13 @@ def _begun(
     fork = shared if shared == len(other) else fork
     block = prompt[fork:]
     tags = _TAG.findall(block)
+    begins = _begins(template, before)
     if alone and hidden and not block:
         if not prompt.rstrip().endswith([hidden, *_TAG.findall(hidden)][-1]):
             return prompt, prompt + content + closing, len(prompt)
-    elif alone and block.strip() and fork > _num_shared(prompt, template.text(before)):
+    elif alone and not hidden and through.startswith(head) and begins and head.endswith(begins):
+        return prompt, prompt + through[len(head) :], len(prompt)  # only what came before is rendered otherwise
+    elif alone and block.strip() and (not begins or fork > len(prompt) - len(begins)):
         if len(tags) < 2 and content and content.startswith(block.strip()):
             thought = content[len(block.strip()) :].removeprefix(block[len(block.rstrip()) :])
             return prompt, prompt + thought + closing, len(prompt)
