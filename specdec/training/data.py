@@ -616,7 +616,7 @@ def load(
         except ValueError as error:
             loaded.skip(where, str(error))
             continue
-        loaded.unused.update(unused)
+        loaded.unused.update(sorted(unused))
         loaded.num_merged += sum(part.num_merged for part in parts)
         name = str(row.get("id", row.get("conversation_id", where)))
         for turn, part in enumerate(parts, 1):
@@ -728,6 +728,43 @@ def conversation_of(row: Any) -> Conversation:
         elif messages[0]["content"] != system:
             raise ValueError("a system column beside another system message")
     return Conversation(messages, _tools(row.get("tools") or row.get("functions")), _unused(row, used))
+
+
+def prompts_of(row: Any, tokenizer: Any) -> Conversation:
+    """A leading system message and the user turns of a row (`turns`, or a conversation of which the answers are left out), with
+    its tools. Raises ValueError with the reason if there are none, or a message would be lost."""
+    if isinstance(row, dict) and "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError("turns are not a list of texts")
+        other = {key: row[key] for key in row if key not in ("turns", "messages")}
+        conversation = conversation_of(other | {"messages": [{"role": "user", "content": turn} for turn in turns]})
+        conversation.unused |= _unused(row, {*other, "turns"})
+    else:
+        conversation = conversation_of(row)
+    prompts: list[dict[str, Any]] = []
+    for place, message in enumerate(conversation.messages):
+        if message["role"] == "user" or (message["role"] == "system" and place == 0):
+            prompts.append({"role": message["role"], "content": message["content"]})
+            conversation.unused |= {f"messages.{key}" for key in _unused(message, ("role", "content"))}
+        elif message["role"] != "assistant":
+            raise ValueError(f"a message of role {message['role']!r} between the turns, which would be lost")
+    turns = [message["content"] for message in prompts if message["role"] == "user"]
+    if not turns or not all(turn.strip() for turn in turns):
+        raise ValueError("turns are not a list of texts")
+    conversation.messages = prompts
+    if not tokenizer.chat_template:
+        conversation.unused |= {"tools"} if conversation.tools else set()
+        return conversation
+    template = _Template(tokenizer, {"tools": conversation.tools})
+    first = prompts[: len(prompts) - len(turns) + 1]
+    template.text(first, generate=True)
+    text = template.text(first)
+    if len(first) == 2 and not template.shows(first, 0, text, {**first[0], "content": _STAND_INS[0]}):
+        raise ValueError("a message of role 'system' that the chat template does not show")
+    if conversation.tools and _Template(tokenizer, {}).equal(text, first):
+        conversation.unused.add("tools")
+    return conversation
 
 
 def _unused(row: dict[str, Any], used: Iterable[str]) -> set[str]:
