@@ -253,9 +253,11 @@ def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template
     calls = message.get("tool_calls")
     # what stands around a content by itself, and behind this message's content or calls, with its other fields
     head, plain_closing = template.around(*([*before, {"role": "assistant", "content": text}] for text in _STAND_INS))
-    _, closing = template.around(*([*before, _varied(message, text)] for text in _STAND_INS))
+    closing = plain_closing
+    if set(message) - {"role", "content", "weight"}:
+        _, closing = template.around(*([*before, _varied(message, text)] for text in _STAND_INS))
     prompt, text, start = _begun(template, before, message, head, through, closing, alone)
-    if calls:  # a number has other signs around it than the texts of the variants, which then share more
+    if calls:  # the variants may have more in common with each other than with this one, as the brackets of an empty list
         num_shared = _num_shared(through[::-1], closing[::-1])
         rest, closing = closing[: len(closing) - num_shared], closing[len(closing) - num_shared :]
         differs = any(template.ends(token) for token in template.ids(rest))
@@ -369,7 +371,8 @@ def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template)
         return ""
     added = template.tokenizer.added_tokens_decoder
     behind = text[len(without) :] if text.startswith(without) else ""
-    opener = next((own for own in map(str, map(added.get, template.eos)) if behind.lstrip().startswith(own)), "")
+    openers = [str(added[token]) for token in template.eos if token in added]
+    opener = next((token for token in openers if behind.lstrip().startswith(token)), "")
     return behind[: behind.index(opener) + len(opener)]
 
 
@@ -397,7 +400,7 @@ def _other(value: Any, text: str) -> Any:
     if isinstance(value, list):
         return [_other(inner, text) for inner in value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return type(value)(len(text) * 1001)  # of 15 and 17: neither the first nor the last digits are alike
+        return type(value)(len(text))  # 15 and 17, whose last digits differ
     return text if isinstance(value, str) else value
 
 
@@ -451,19 +454,29 @@ def _checked(conversation: Conversation, template: _Template) -> list[dict[str, 
     whole = template.text(messages[:end])
     if conversation.tools and _Template(template.tokenizer, {**template.kwargs, "tools": None}).equal(whole, messages[:end]):
         conversation.unused.add("tools")
+    # one rendering tells of most contents that they are there; the others are looked into one by one
+    marks = [f"{_STAND_INS[0]}{place}x" for place in range(end)]
+    marked = [{**m, "content": mark} if m["content"] else m for m, mark in zip(messages[:end], marks, strict=True)]
+    found = ""
+    with contextlib.suppress(ValueError):
+        found = template.text(marked)
     for place, message in enumerate(messages[:end]):
+        content, assistant = (message["content"] or "").strip(), message["role"] == "assistant"
+        fields = {key for key in message if message[key] not in _NOTHING} - {"role", "content", "tool_calls"}
+        fields -= {"weight"} if assistant or not message.get("weight") else set()
+        if (not content or (marks[place] in found and content in whole)) and not fields:
+            continue
         # a turn's own rendering has more of it than that with later ones, which may drop thoughts
-        part = messages[: place + 1] if message["role"] == "assistant" else messages[:end]
+        part = messages[: place + 1] if assistant else messages[:end]
         text = whole if len(part) == end else template.text(part)
-        other = {**message, "content": _STAND_INS[message["content"] == _STAND_INS[0]]}
-        if (message["content"] or "").strip() and not template.shows(part, place, text, other):
+        if content and not all(
+            template.shows(part, place, text, {**message, "content": other}) for other in (marks[place], "")
+        ):
             if not message.get("tool_calls"):
                 raise ValueError(f"a message of role {message['role']!r} that the chat template does not show")
             conversation.unused.add("messages.content beside tool_calls")
-        for key, value in message.items():
-            honoured = ("role", "content", "tool_calls", "weight") if message["role"] == "assistant" else ("role", "content")
-            less = {own: message[own] for own in message if own != key}
-            if key not in honoured and value not in _NOTHING and not template.shows(part, place, text, less):
+        for key in fields:
+            if not template.shows(part, place, text, {own: message[own] for own in message if own != key}):
                 conversation.unused.add(f"messages.{key}")
     return messages
 
