@@ -16,6 +16,7 @@ from specdec.method import suffix
 from specdec.method.suffix import NONE, ROOT, ReferenceTree, Suffix, SuffixTree, measure, warm_up
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())["suffix_path"]
+ARCTIC = json.loads((Path(__file__).parent / "vectors" / "suffix_arctic.json").read_text())  # what the real one answered
 KERNELS = (suffix._extend, suffix._remove, suffix._move, suffix._rehash, suffix._speculate, suffix._counts)
 TREES = (ReferenceTree, SuffixTree)
 
@@ -46,6 +47,44 @@ def test_vectors(case: dict, tree_class: type) -> None:
     assert (draft, match_len) == (case["draft"], case["match_len"])
     assert probs == pytest.approx(case["probs"], abs=1e-6)
     assert score == pytest.approx(case["score"], abs=1e-6)
+
+
+@pytest.mark.parametrize("tree_class", TREES)
+@pytest.mark.parametrize(
+    ("text", "draft"),
+    [
+        # 2 rose from a count of which it was not the first, so it comes behind 0, which has that count
+        ([0, 0, 0, 1, 0, 2, 1, 0, 2, 0], [0]),
+        # matches of 4 and 5 tokens: equal in float32, and so the longer one counts
+        ([0, 1, 0, 1, 0, 1, 0, 1, 0], [1, 0, 1, 0]),
+    ],
+)
+def test_ties_fall_as_in_arctic(text: list[int], draft: list[int], tree_class: type) -> None:
+    tree = tree_class(24)
+    tree.start("a", len(text))
+    tree.extend("a", text)
+    assert in_words(tree.speculate(text, 24, 1.0, 0.0, 0.1))[0] == draft
+
+
+@pytest.mark.parametrize("tree_class", TREES)
+@pytest.mark.parametrize("case", ARCTIC["trees"])
+def test_trees_are_arctics(case: dict, tree_class: type) -> None:
+    """Several sequences that grow in turn, evictions, every setting; as many cases as were recorded with a draft."""
+    tree, known = tree_class(case["depth"]), set()
+    for call, *arguments in case["calls"]:
+        if call == "speculate":
+            context, settings, tokens, score, match_len = arguments
+            draft, _, own_score, own_match_len = in_words(tree.speculate(context, *settings))
+            assert (draft, own_match_len) == (tokens, match_len)
+            assert own_score == pytest.approx(score, abs=1e-5)
+        elif call == "remove":
+            tree.remove(arguments[0])
+        else:
+            key, tokens = arguments
+            if key not in known:
+                tree.start(key, len(tokens))
+            known.add(key)
+            tree.extend(key, tokens)
 
 
 # ------------------------------------------------------------------------------------- fast tree == reference
@@ -135,7 +174,7 @@ def unfolded_paths(tree: SuffixTree, v: int = ROOT, prefix: Path = ()) -> dict[P
         assert ((np.diff(count_C) == 0) == (np.diff(group_C) == 0)).all()
         for group in set(group_C.tolist()):
             members = [child for child, own in zip(children, group_C, strict=True) if own == group]
-            assert group_G[group].tolist() == (members[0], members[-1])
+            assert group_G[group].tolist() == [members[0], members[-1]]
     assert node_X[children]["prev"].tolist() == children[-1:] + children[:-1]
     for child in children:
         assert node_X[child]["parent"] == v
@@ -349,6 +388,42 @@ def test_without_cached_requests_there_is_no_tree_of_responses() -> None:
         assert propose(proposer, {0: [*prompt, 1, 2]}) == [[3, 1] if len(prompt) > 1 else []]
         proposer.end(0)
         proposer.reset()
+
+
+def test_a_running_request_has_one_of_the_cached_places() -> None:
+    proposer = Suffix(suffix_decoding_max_cached_requests=1)
+    proposer.begin(0, make_request([5]))
+    propose(proposer, {0: [5, 7, 8, 9]})
+    proposer.begin(1, make_request([6]))  # takes the place of the response 7 8 9, though that goes on
+    assert propose(proposer, {1: [6, 7, 8]}) == [[]]
+    assert propose(proposer, {0: [5, 7, 8, 9, 7, 8]}) == [[9, 7]]  # its own tree is still there
+    for row in (0, 1):
+        proposer.end(row)
+    assert proposer.responses.num_tokens == 2
+    proposer.begin(0, make_request([5]))
+    assert proposer.responses.num_tokens == 0
+
+
+@pytest.mark.parametrize("case", ARCTIC["streams"])
+def test_proposer_is_arctics(case: dict) -> None:
+    """Three rows whose requests come and go, beside a cache of as many responses as the case says."""
+    proposer = Suffix(
+        suffix_decoding_max_tree_depth=case["depth"],
+        suffix_decoding_max_cached_requests=case["cached"],
+        suffix_decoding_max_spec_factor=case["factor"],
+    )
+    texts: dict[int, list[int]] = {}
+    for step in case["steps"]:
+        for row in step["end"]:
+            del texts[row]
+            proposer.end(row)
+        for row, prompt in step["begin"].items():
+            texts[int(row)] = list(prompt)
+            proposer.begin(int(row), make_request(prompt))
+        for row, tokens in step["tokens"].items():
+            texts[int(row)] += tokens
+        if texts:
+            assert propose(proposer, dict(sorted(texts.items()))) == list(step["drafts"].values())
 
 
 def test_proposer_against_reference_trees() -> None:

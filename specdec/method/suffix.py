@@ -1,7 +1,7 @@
 """Suffix decoding: draft what followed the last tokens before, in this request or in earlier responses.
 
 Paper: SuffixDecoding, arXiv 2411.04975. Settings, defaults and limits are those of vLLM's method `suffix`, and so are the
-drafts: the order of equal counts, sums in float32, and which responses are cached follow Arctic Inference 0.3, which vLLM calls.
+drafts: the order of equal counts, sums in float32 and which responses are cached follow Arctic Inference 0.3, which it calls.
 `ReferenceTree` states the rules, plainly; `SuffixTree` gives the same drafts and probabilities, fast.
 
 How the fast tree works. Each position of a sequence starts a suffix of at most `depth` tokens. The tree is
@@ -167,12 +167,12 @@ class ReferenceTree:
 # The fast tree: records and kernels. A node's `depth` is the number of tokens from the root to the end of its
 # label, and `ref` is where one of its suffixes has the label's first token. So the label is
 # `token_P[ref : ref + depth - the parent's depth]`, up to the first -1. Siblings are a list (`first`, `next`,
-# `prev`; the `prev` of the first is the last), and so are the suffixes that end at a node (`ends`, and `next` and `prev` of their
-# links). An only child is in no group.
+# `prev`; the `prev` of the first is the last), and so are the suffixes that end at a node (`ends`, and `next`
+# and `prev` of their links). An only child is in no group.
 
 NODE_FIELDS = ["parent", "token", "count", "depth", "ref", "first", "next", "prev", "group", "ends"]
 NODE = np.dtype([(name, np.int32) for name in NODE_FIELDS])
-GROUP = np.dtype([(name, np.int32) for name in ["head", "tail"]])  # a freed one has the next freed one as its head
+HEAD, TAIL = range(2)  # of a group, its columns; a freed one has the next freed one as its head
 LINK = np.dtype([(name, np.int32) for name in ["locus", "next", "prev"]])
 # the tally: rows ever used, first freed row, rows in use; the same of groups; nodes in the hash table
 ROWS, FREE, LIVE, GROUP_ROWS, GROUP_FREE, GROUPS, HASHED = range(7)
@@ -277,12 +277,12 @@ def _open_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None
     """Put the child, which is in no group, into one of its own."""
     if tally[GROUP_FREE] != NONE:
         group = tally[GROUP_FREE]
-        tally[GROUP_FREE] = group_G[group].head
+        tally[GROUP_FREE] = group_G[group, HEAD]
     else:
         group = tally[GROUP_ROWS]
         tally[GROUP_ROWS] += 1
     tally[GROUPS] += 1
-    group_G[group].head = group_G[group].tail = child
+    group_G[group, HEAD] = group_G[group, TAIL] = child
     node_X[child].group = group
 
 
@@ -290,15 +290,15 @@ def _open_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None
 def _leave_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     """While the child is still in its place among its siblings."""
     group = node_X[child].group
-    head, tail = group_G[group].head, group_G[group].tail
+    head, tail = group_G[group, HEAD], group_G[group, TAIL]
     if head == tail:
-        group_G[group].head = tally[GROUP_FREE]
+        group_G[group, HEAD] = tally[GROUP_FREE]
         tally[GROUP_FREE] = group
         tally[GROUPS] -= 1
     elif head == child:
-        group_G[group].head = node_X[child].next
+        group_G[group, HEAD] = node_X[child].next
     elif tail == child:
-        group_G[group].tail = node_X[child].prev
+        group_G[group, TAIL] = node_X[child].prev
     node_X[child].group = NONE
 
 
@@ -344,7 +344,7 @@ def _adopt(node_X: Array, group_G: Array, slot_H: Array, tally: Array, parent: i
     _link(node_X, child, NONE)
     if node_X[last].count == node_X[child].count:
         group = node_X[child].group = node_X[last].group
-        group_G[group].tail = child
+        group_G[group, TAIL] = child
     else:
         _open_group(node_X, group_G, tally, child)
 
@@ -370,10 +370,10 @@ def _replace(node_X: Array, group_G: Array, slot_H: Array, old: int, new: int) -
     parent, after, before, group = node_X[old].parent, node_X[old].next, node_X[old].prev, node_X[old].group
     if group != NONE:
         slot_H[_slot_of(node_X, slot_H, old)] = new
-        if group_G[group].head == old:
-            group_G[group].head = new
-        if group_G[group].tail == old:
-            group_G[group].tail = new
+        if group_G[group, HEAD] == old:
+            group_G[group, HEAD] = new
+        if group_G[group, TAIL] == old:
+            group_G[group, TAIL] = new
     first = node_X[parent].first
     if first == old:
         first = node_X[parent].first = new
@@ -392,8 +392,8 @@ def _rise(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     group = node_X[child].group
     if group == NONE:
         return
-    head = group_G[group].head
-    alone = head == group_G[group].tail
+    head = group_G[group, HEAD]
+    alone = head == group_G[group, TAIL]
     above = NONE if head == node_X[node_X[child].parent].first else node_X[head].prev
     equals = node_X[above].group if above != NONE and node_X[above].count == count else NONE
     if alone and equals == NONE:
@@ -402,7 +402,7 @@ def _rise(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     if not was_head:
         after = head
     elif equals != NONE:
-        after = group_G[equals].head
+        after = group_G[equals, HEAD]
     else:
         after = child
     _leave_group(node_X, group_G, tally, child)
@@ -414,9 +414,9 @@ def _rise(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     else:
         node_X[child].group = equals
         if was_head:
-            group_G[equals].head = child
+            group_G[equals, HEAD] = child
         else:
-            group_G[equals].tail = child
+            group_G[equals, TAIL] = child
 
 
 @njit(cache=True)
@@ -427,10 +427,10 @@ def _fall(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     group = node_X[child].group
     if group == NONE:
         return
-    tail = group_G[group].tail
+    tail = group_G[group, TAIL]
     after = node_X[tail].next
     equals = node_X[after].group if after != NONE and node_X[after].count == count else NONE
-    if equals == NONE and tail == group_G[group].head:
+    if equals == NONE and tail == group_G[group, HEAD]:
         return
     _leave_group(node_X, group_G, tally, child)
     if child != tail:
@@ -440,7 +440,7 @@ def _fall(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
         _open_group(node_X, group_G, tally, child)
     else:
         node_X[child].group = equals
-        group_G[equals].head = child
+        group_G[equals, HEAD] = child
 
 
 @njit(cache=True)
@@ -613,9 +613,7 @@ def _move(
 
 
 @njit(cache=True)
-def _rehash(
-    node_X: Array, group_G: Array, slot_H: Array, token_P: Array, link_P: Array, tally: Array, old_H: Array
-) -> None:
+def _rehash(node_X: Array, group_G: Array, slot_H: Array, token_P: Array, link_P: Array, tally: Array, old_H: Array) -> None:
     for child in old_H:
         if child != NONE:
             slot_H[_slot_of(node_X, slot_H, child)] = child
@@ -642,27 +640,25 @@ def _locate(node_X: Array, slot_H: Array, token_P: Array, context: Array, match:
 @njit(cache=True)
 def _speculate(
     node_X: Array,
-    group_G: Array,
     slot_H: Array,
     token_P: Array,
-    link_P: Array,
-    tally: Array,
     depth: int,
     context: Array,
     limit: int,
-    factor: float,
-    offset: float,
-    floor: float,
+    max_spec_factor: float,
+    max_spec_offset: float,
+    min_token_prob: float,
     token_2K: Array,
     prob_2K: Array,
 ) -> tuple[int, int, float, int]:
     """Put the best draft into one row of the two; returns which, and its length, score and match length. In float32."""
+    factor, offset, floor = np.float32(max_spec_factor), np.float32(max_spec_offset), np.float32(min_token_prob)
     spare, length, score, match_len = 0, 0, np.float32(0), 0
     for match in range(1, min(depth, len(context))):
         v = _locate(node_X, slot_H, token_P, context, match)
         if v == NONE:
             break
-        budget = min(limit, np.float32(match) * factor + offset + 1e-6)
+        budget = min(float(limit), float(np.float32(match) * factor + offset) + 1e-6)
         n, prob, total, token = 0, np.float32(1), np.float32(0), 0
         while n + 1 <= budget:
             if match + n < node_X[v].depth:
@@ -684,7 +680,7 @@ def _speculate(
             spare = 1 - spare
         if n == 0 and token == NONE:  # nothing ever followed this match; a longer one is no different
             break
-    return 1 - spare, length, score, match_len
+    return 1 - spare, length, float(score), match_len
 
 
 @njit(cache=True)
@@ -719,7 +715,7 @@ class SuffixTree:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        node_X, group_G, slot_H = np.zeros(64, NODE), np.zeros(64, GROUP), np.zeros(64, np.int32)
+        node_X, group_G, slot_H = np.zeros(64, NODE), np.zeros((64, 2), np.int32), np.zeros(64, np.int32)
         self._trie = Trie(node_X, group_G, slot_H, np.zeros(0, np.int32), np.zeros(0, LINK), np.zeros(7, np.int64))
         self._token_2K = np.zeros((2, depth), np.int64)
         self._prob_2K = np.zeros((2, depth), np.float32)
@@ -790,18 +786,21 @@ class SuffixTree:
         the highest score, the longer one on ties; if nothing is drafted, no tokens, 0.0 and 0.
         """
         context = np.array(context[-self.depth :], dtype=np.int64)
+        trie = self._trie
         row, length, score, match_len = _speculate(
-            *self._trie,
+            trie.node_X,
+            trie.slot_H,
+            trie.token_P,
             self.depth,
             context,
             int(max_spec_tokens),
-            np.float32(max_spec_factor),
-            np.float32(max_spec_offset),
-            np.float32(min_token_prob),
+            float(max_spec_factor),
+            float(max_spec_offset),
+            float(min_token_prob),
             self._token_2K,
             self._prob_2K,
         )
-        return self._token_2K[row, :length].copy(), self._prob_2K[row, :length].copy(), float(score), match_len
+        return self._token_2K[row, :length].copy(), self._prob_2K[row, :length].copy(), score, match_len
 
     def counts(
         self, context: Sequence[int] | np.ndarray, match_len: int, tokens: Sequence[int] | np.ndarray
@@ -831,20 +830,20 @@ class SuffixTree:
     def _make_room(self, num_nodes: int) -> None:
         """Let the kernels make that many nodes."""
         tally = self._trie.tally
-        need = int(tally[LIVE]) + num_nodes
+        need = tally.item(LIVE) + num_nodes
         size = len(self._trie.node_X)
         if need > size:
             node_X = np.zeros(max(need, int(self.GROWTH * size)), NODE)
             node_X[:size] = self._trie.node_X
             self._trie = self._trie._replace(node_X=node_X)
         num_siblings = 2 * num_nodes  # a second child brings the first into a group and the table
-        need = int(tally[GROUPS]) + num_siblings
+        need = tally.item(GROUPS) + num_siblings
         size = len(self._trie.group_G)
         if need > size:
-            group_G = np.zeros(max(need, int(self.GROWTH * size)), GROUP)
+            group_G = np.zeros((max(need, int(self.GROWTH * size)), 2), np.int32)
             group_G[:size] = self._trie.group_G
             self._trie = self._trie._replace(group_G=group_G)
-        need = 2 * (int(tally[HASHED]) + num_siblings)
+        need = 2 * (tally.item(HASHED) + num_siblings)
         old_H = self._trie.slot_H
         if need > len(old_H):
             slot_H = np.full(max(need, int(self.GROWTH * len(old_H))), NONE, np.int32)
