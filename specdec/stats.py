@@ -1,8 +1,13 @@
 """Counting. The engine appends to lists; every ratio in the project is derived here and nowhere else.
 
-A *step* is one target forward of a request after prefill. Names follow decoding practice: `mean_acceptance_length` is
-vLLM's number (bonus token counted, steps without a draft not counted); `tokens_per_step` counts every step and is the one
-that predicts speed. Tokens beyond a stop are neither emitted nor counted as accepted.
+A *step* is one target forward of a request after prefill. Names follow decoding practice: `mean_acceptance_length` has
+vLLM's formula (bonus token counted, steps without a draft not counted); `tokens_per_step` counts every step and is the one
+that predicts speed.
+
+Its value is vLLM's but for a request's last steps. vLLM drafts K tokens there too, and counts those that are accepted beyond
+`max_tokens` or a stop. Here a draft is no longer than what may still be emitted, less the bonus token, and what lies beyond a
+stop is neither emitted nor counted as accepted. So with n tokens of an answer of N to come, of which at most m by `max_tokens`,
+vLLM's (drafted, accepted) of a step are (d, a) here: d = min(drafted, m - 1), a = min(accepted, d, n).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import RequestStats
+from specdec.core import Request, RequestStats
 
 
 def derive(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
@@ -78,6 +83,61 @@ class SpecDecodeMetrics:
             per_step_drafted=[d for d, _ in drafts],
             per_step_accepted=[a for _, a in drafts],
         )
+
+
+@dataclass
+class Metric:
+    """One number, with the name and the labels that vLLM's `LLM.get_metrics` has for it; a subclass says what it is."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A sum that only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """A sum per draft position."""
+
+    values: list[int]
+
+
+class Totals:
+    """Sums over finished requests under the names of vLLM's counters, for what there is of them here."""
+
+    def __init__(self, model_name: str, num_speculative_tokens: int) -> None:
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self.num_speculative_tokens = num_speculative_tokens
+        self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_finished = {"stop": 0, "length": 0}
+        self.histogram = np.zeros((num_speculative_tokens + 1, num_speculative_tokens + 1), dtype=np.int64)
+
+    def add(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        self.num_prompt_tokens += len(request.prompt_token_ids)
+        self.num_output_tokens += len(request.output_token_ids)
+        self.num_finished[request.finish_reason] += 1
+        self.histogram += request.stats.histogram(len(self.histogram))
+
+    def metrics(self) -> list[Metric]:
+        found: list[Metric] = [
+            Counter("vllm:prompt_tokens", dict(self.labels), self.num_prompt_tokens),
+            Counter("vllm:generation_tokens", dict(self.labels), self.num_output_tokens),
+        ]
+        for reason, count in self.num_finished.items():
+            found.append(Counter("vllm:request_success", {**self.labels, "finished_reason": reason}, count))
+        if self.num_speculative_tokens:
+            derived = derive(self.histogram, 0)
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                found.append(Counter(f"vllm:spec_decode_{name}", dict(self.labels), derived[name]))
+            per_position = derived["num_accepted_per_position"]
+            found.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(self.labels), per_position))
+        return found
 
 
 def request_metrics(stats: RequestStats) -> dict[str, Any]:

@@ -355,7 +355,7 @@ def test_warming_up_leaves_nothing_behind(target: CausalLM) -> None:
     load.warm_up(engine)
     assert engine.num_running == 0
     assert not engine.waiting
-    assert not proposer._finished, "no responses that a request could be drafted from"
+    assert not proposer._cached, "no responses that a request could be drafted from"
 
 
 def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
