@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from specdec import method, rejection
+from specdec import hub, method, rejection
 from specdec.core import Request, SamplingParams
 from specdec.drafter import Init
 from specdec.engine import Engine
@@ -335,7 +335,7 @@ MAX_TOKENS = (20, 14, 9, 12)
 
 
 def generated(directory: Path) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
     answers = []
     for ids, most in zip(prompts(), MAX_TOKENS, strict=True):
         given = torch.tensor([ids])
