@@ -765,6 +765,7 @@ def prompts_of(row: Any, tokenizer: Any) -> Conversation:
     turns = [message["content"] for message in prompts if message["role"] == "user"]
     if not turns or not all(turn.strip() for turn in turns):
         raise ValueError("turns are not a list of texts")
+    _check_text([row.get("id"), row.get("category")])
     conversation.messages = prompts
     if not tokenizer.chat_template:
         conversation.unused |= {"tools"} if conversation.tools else set()
@@ -850,9 +851,9 @@ def _check_text(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise ValueError("a message with half of a surrogate pair, which is no text") from None
+        raise ValueError("half of a surrogate pair, which is no text") from None
     except RecursionError:
-        raise ValueError("a message whose objects are nested too deeply") from None
+        raise ValueError("objects that are nested too deeply") from None
 
 
 def _rendered(
@@ -864,6 +865,8 @@ def _rendered(
     kwargs: dict[str, Any],
 ) -> tuple[list[Rendered], set[str]]:
     """(the samples of a row, its fields that nothing reads)."""
+    if isinstance(row, dict):
+        _check_text([row.get(key) for key in ("id", "conversation_id", "text")])
     if isinstance(row, dict) and "input_ids" in row:
         return [_pretokenized(row, vocab_size, max_length)], _unused(row, {"input_ids", "loss_mask", *_TEXTS})
     if isinstance(row, dict) and isinstance(row.get("text"), str) and not {"messages", "conversations", "prompt"} & set(row):
