@@ -470,6 +470,8 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "role of a kind": ({"messages": [{"role": 1, "content": "b"}]}, "a message without role and text content"),
     "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a message without role and text content"),
     "half a pair": ({"messages": [user("a"), assistant("\ud800")]}, "surrogate"),
+    "half a pair in text": ({"text": "\ud800 and more"}, "surrogate"),
+    "half a pair in an id": ({"id": "\ud800", "messages": [user("a"), assistant("b")]}, "surrogate"),
     "empty": ({"messages": []}, "no assistant turn"),
     "user only": ({"messages": [user("a")]}, "no assistant turn"),
     "prompt half": ({"prompt": 3, "response": "x"}, "a message without role and text content"),
@@ -846,7 +848,7 @@ BAD_CALLS: dict[str, tuple[Any, str]] = {
     "no name": (calling(None, {"function": {"arguments": {}}}), "a tool call without the name of a function"),
     "number": (calling(None, {"name": "f", "arguments": 3}), "a tool call whose arguments are neither an object nor JSON text"),
     "of a user": ({**calling("x"), "role": "user"}, "a message of role 'user' with tool calls, which only an assistant makes"),
-    "half a pair": (calling(None, {"name": "f", "arguments": {"a": "\ud800"}}), "a message with half of a surrogate pair"),
+    "half a pair": (calling(None, {"name": "f", "arguments": {"a": "\ud800"}}), "half of a surrogate pair, which is no text"),
     "neither": ({"role": "assistant", "content": None}, "a message without role and text content"),
     "empty": ({**calling(None), "tool_calls": []}, "a message without role and text content"),
     "not JSON": ({"from": "function_call", "value": "weather()"}, "a message of role 'function_call' that is not JSON"),
@@ -860,9 +862,8 @@ def test_a_malformed_call_is_skipped_and_counted(kind: str, tmp_path: Path) -> N
     tokenizer = byte_tokenizer(AFTER, more=MORE)
     loaded = load(write(tmp_path / "a.jsonl", [ROWS[0], {"messages": [user("a"), message]}]), tokenizer, VOCAB)
     assert [sample.id for sample in loaded.samples] == ["r0"]
-    ((said, count),) = loaded.skipped.items()
-    assert said.startswith(reason)
-    assert count == 1
+    assert list(loaded.skipped.values()) == [1]
+    assert loaded.said.startswith(f"1 {reason}")
 
 
 # ----------------------------------------------------------------------- fields, roles, messages that are lost

@@ -1063,6 +1063,139 @@ def test_rows_whose_messages_would_be_lost_are_left_out(tmp_path: Path) -> None:
     assert "role 'system'" in done.out
 
 
+SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def tooled(tmp_path: Path) -> Path:
+    """The tiny model with a chat template that shows tools and calls, and no system message."""
+    directory = tmp_path / "model"
+    shutil.copytree(hub.tiny(), directory)
+    (directory / "chat_template.jinja").write_text(
+        "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}{% for m in messages if m.role != 'system' %}"
+        "<s>{{ m.role }}\n{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+        "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    return directory
+
+
+def test_the_tools_of_prompts_reach_the_template(tooled: Path, tmp_path: Path) -> None:
+    """In every turn, whether they are given as a list or as JSON text; the row keeps them."""
+    two = [user("Hello?"), {"role": "assistant", "content": "Dropped."}, user("Warm?")]
+    rows = [
+        {"id": "list", "messages": two, "tools": [SCHEMA]},
+        {"id": "text", "turns": ["Hello?", "Warm?"], "tools": json.dumps([SCHEMA["function"]])},
+        {"id": "none", "turns": ["Hello?"], "tools": []},
+    ]
+    jsonl(tmp_path / "prompts.jsonl", rows)
+    done = call("prepare", *SETTINGS, f"model.path={tooled}", "answers.temperatures=[0.0]", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "not used" not in done.out
+    tokenizer = CausalLM(str(tooled), "float32", "cpu").tokenizer
+    made = {row["id"]: row for row in lines_of(tmp_path / "out.jsonl")[1:]}
+    assert made["list"]["tools"] == made["text"]["tools"] == [SCHEMA]
+    assert "tools" not in made["none"]
+    assert made["list"]["input_ids"] == made["text"]["input_ids"]
+    for name, row in made.items():
+        prompt = tokenizer.apply_chat_template(
+            row["messages"][:-1], tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert row["input_ids"][: len(prompt)] == prompt, name
+        assert ("weather" in tokenizer.decode(row["input_ids"])) == (name != "none")
+
+
+def test_the_tools_and_calls_of_training_data_reach_the_template(tooled: Path, tmp_path: Path) -> None:
+    call_ = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+    row = {"messages": [user("Warm?"), {"role": "assistant", "content": None, "tool_calls": [call_]}], "source": "web"}
+    lost = {"messages": [{"role": "system", "content": "Be brief."}, *row["messages"]]}
+    jsonl(tmp_path / "data.jsonl", [row | {"tools": json.dumps([SCHEMA])}, row | {"tools": [SCHEMA]}, lost])
+    given = (f"model.path={tooled}", "data=jsonl", "data.path=data.jsonl", "layer_ids=[1]", "out_dir=out")
+    done = call("extract", "model=tiny", *given, cwd=tmp_path)
+    assert done.code == 0, done.err
+    tokenizer = CausalLM(str(tooled), "float32", "cpu").tokenizer
+    wanted = tokenizer.apply_chat_template(row["messages"], tools=[SCHEMA], tokenize=True, return_dict=False)
+    assert f"2 samples, {2 * len(wanted) - 2} tokens" in done.out, "all but the line feed at the end"
+    assert "note: 1 rows were left out: 1 a message of role 'system' that the chat template does not show" in done.out
+    assert "note: fields that are not used: source (2 rows)" in done.out
+
+
+def test_what_prepare_does_not_use_is_said(tooled: Path, tmp_path: Path) -> None:
+    """Fields that nothing reads, tools that the template does not show; a row whose message would be lost is left out."""
+    named = {"role": "user", "content": "Who?", "name": "Ann"}
+    rows = [
+        {"id": "a", "turns": ["Hello?"], "reference": ["Hi."], "messages": [user("Never.")]},
+        {"id": "b", "messages": [named], "source": "web"},
+        {"id": "c", "turns": ["Hello?"], "system": "Be brief."},
+        {"id": "d", "conversations": [{"from": "human", "value": "Hello?"}, {"from": "observation", "value": "42"}]},
+    ]
+    jsonl(tmp_path / "prompts.jsonl", rows)
+    done = call("prepare", *SETTINGS, f"model.path={tooled}", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert {row["id"] for row in lines_of(tmp_path / "out.jsonl")[1:]} == {"a", "b"}
+    (left_out,) = [line for line in done.out.splitlines() if "left out" in line]
+    assert "2 rows" in left_out
+    assert "'system' that the chat template does not show" in left_out
+    assert "'tool' between the turns" in left_out
+    (unused,) = [line for line in done.out.splitlines() if "not used" in line]
+    for field in ("reference", "messages", "messages.name", "source"):
+        assert f" {field} (1 rows)" in unused
+    jsonl(tmp_path / "prompts.jsonl", [{"turns": ["Hello?"], "tools": [SCHEMA], "system": "Be brief."}])
+    done = call("prepare", *SETTINGS, "out=plain.jsonl", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "fields that are not used: tools (1 rows)" in done.out, "the template of the tiny model has no tools"
+    assert lines_of(tmp_path / "plain.jsonl")[1]["messages"][0] == {"role": "system", "content": "Be brief."}
+
+
+def test_of_an_earlier_answer_what_stands_there_as_generated_is_supervised() -> None:
+    """The last prompt may have the end of an earlier answer in other tokens."""
+    prepare = runpy.run_path(str(TRAIN / "prepare.py"), run_name="prepare")
+    task = SimpleNamespace(id="a", category="c", turns=("one", "two"), system=None, tools=None)
+    params = SimpleNamespace(temperature=0.0)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
+    for second, mask in (
+        ([1, 2, 10, 11, 12, 3, 4], [0, 0, 1, 1, 1, 0, 0, 1]),  # whole
+        ([1, 2, 10, 11, 99, 4], [0, 0, 1, 1, 0, 0, 1]),  # its last token joined what follows
+        ([1, 98, 11, 12, 3], [0, 0, 0, 0, 0, 1]),  # its first joined the prompt: what came after was generated after others
+    ):
+        requests = [
+            SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[10, 11, 12], params=params, finish_reason="stop"),
+            SimpleNamespace(prompt_token_ids=second, output_token_ids=[20], params=params, finish_reason="stop"),
+        ]
+        row = prepare["row_of"](task, requests, tokenizer)
+        assert row["input_ids"] == [*second, 20]
+        assert row["loss_mask"] == mask
+
+
+BAD_OPENINGS = {
+    "weight": (
+        {"text": "A", "category": "a", "weight": 10**12},
+        "weight=1000000000000 is not a whole number from 0 to 1000000",
+    ),
+    "fraction": ({"text": "A", "category": "a", "weight": 1.5}, "weight=1.5 is not a whole number"),
+    "negative": ({"text": "A", "category": "a", "weight": -1}, "weight=-1 is not a whole number"),
+    "text": ({"text": 3, "category": "a"}, "needs text and category"),
+    "category": ({"text": "A"}, "needs text and category"),
+    "ends": ({"text": "A", "category": "a", "ends": 3}, "needs text and category"),
+    "list": ([1], "needs text and category"),
+    "none": ({"text": "A", "category": "a", "weight": 0}, "no line has a weight above 0"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_OPENINGS)
+def test_openings_are_checked_line_by_line(kind: str, tmp_path: Path) -> None:
+    row, reason = BAD_OPENINGS[kind]
+    good = [] if kind == "none" else [{"text": "B", "category": "b", "weight": 3}]
+    jsonl(tmp_path / "openings.jsonl", [*good, row])
+    given = ("prompts=null", "synthesize.count=1", "synthesize.openings=openings.jsonl")
+    error = call("prepare", *SETTINGS, *given, cwd=tmp_path).error
+    assert reason in error
+    assert "synthesize.openings=openings.jsonl" in error
+    assert kind == "none" or "line 2" in error
+    assert not (tmp_path / "out.jsonl").exists()
+    gone = call("prepare", *SETTINGS, *given[:2], "synthesize.openings=gone.jsonl", cwd=tmp_path).error
+    assert "synthesize.openings=gone.jsonl: cannot be read" in gone
+
+
 OTHERS = {
     "text": b"My notes.\nMore of them.\n",
     "a line": b"My notes.\n",

@@ -50,15 +50,17 @@ def run(cfg: dict[str, Any]) -> None:
         )
         for temperature in answers["temperatures"]
     ]
+    openings = []
     if not cfg["prompts"]:
         invented(cfg)
+        openings = openings_of(Path(cfg["synthesize"]["openings"] or OPENINGS))
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     engine = Engine(
         target, method.build("none", target), rejection.build("standard"), cfg["max_batch_size"],
         min(cfg["max_model_len"], target.max_model_len),
     )  # fmt: skip
-    prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out)
+    prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out, openings)
     chosen = [task for task in conversations(prompts, cfg["limit"], target.tokenizer) if fits(engine, task)]
     if not chosen:
         raise ValueError(f"prompts={prompts}: no prompt leaves room for an answer within max_model_len={engine.max_model_len}")
@@ -237,7 +239,7 @@ def openings_of(path: Path) -> list[dict[str, Any]]:
     return openings
 
 
-def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
+def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[str, Any]]) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
     from specdec import report
     from specdec.core import Request
@@ -246,7 +248,6 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer
     path = out.with_name(f"{out.name}.prompts.jsonl")
-    openings = openings_of(Path(given["openings"] or OPENINGS))
     shares = list(itertools.accumulate(opening["weight"] for opening in openings))
     prefix, closing = data.user_frame(tokenizer)
     params = invented(cfg, stop_token_ids=closing)

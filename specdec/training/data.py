@@ -104,7 +104,7 @@ def render(
     """
     conversation = Conversation([_message(message) for message in messages], _tools(tools))
     template = _Template(tokenizer, template_kwargs, eos_token_ids)
-    spelled = _checked(conversation, template)
+    spelled = _prepared(conversation, template)
     return _cut(_render(spelled, _supervised(spelled), template), max_length)
 
 
@@ -133,8 +133,8 @@ class _Template:
             )
         self.tokenizer, self.kwargs = tokenizer, dict(kwargs)
         self.knows_eos = eos_token_ids is not None
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.eos = frozenset(own if eos_token_ids is None else eos_token_ids)
+        tokenizer_eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos = frozenset(tokenizer_eos if eos_token_ids is None else eos_token_ids)
 
     def text(self, messages: Sequence[dict[str, Any]], generate: bool = False) -> str:
         """What the messages are rendered to; generate: with what begins an answer. Raises ValueError if they are refused."""
@@ -201,12 +201,13 @@ def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Tem
     merged: set[int] = set()
     for place in turns:
         through = whole if place == turns[-1] else template.text(messages[: place + 1])
-        turn = _turn(messages, place, through, template, alone=len(turns) == 1)
+        turn = _turn(messages, place, through, template, single=len(turns) == 1)
         if not whole.startswith(through):
             raise UnstableTemplate(
                 "the chat template renders an assistant turn otherwise once later turns follow; give one sample per turn"
             )
-        prefix, joint = template.ids(turn.prompt), template.ids(turn.text)
+        prefix = template.ids(turn.prompt)
+        joint = template.ids(turn.text)
         # a token may reach over the border that decoding has between prompt and answer: then the answer stands alone
         answer = joint[len(prefix) :] if joint[: len(prefix)] == prefix else template.ids(turn.text[len(turn.prompt) :])
         inserted: list[int] = []
@@ -220,12 +221,12 @@ def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Tem
             raise ValueError("a turn with tool calls that the chat template ends before its end")
 
         common = _num_shared(token_ids, prefix)
-        changed = [number for number, span in enumerate(spans) if span[1] > common]
-        if changed:  # an earlier answer has other tokens as part of this prompt
+        changed_turns = [number for number, span in enumerate(spans) if span[1] > common]
+        if changed_turns:  # an earlier answer has other tokens as part of this prompt
             offsets = template.offsets(turn.prompt)
-            for number in changed:
-                spans[number] = _inside(spans[number], chars[number], common, offsets)
-            merged.update(changed)
+            for number in changed_turns:
+                spans[number] = _tokens_inside(spans[number], chars[number], common, offsets)
+            merged.update(changed_turns)
         spans.append((len(prefix) + len(inserted), len(prefix) + len(answer)))
         ends = template.offsets(turn.text)[: -turn.num_tail] if turn.num_tail and place != turns[-1] else []
         chars.append((turn.start, ends[-1][1] if ends else len(turn.text)))
@@ -237,7 +238,9 @@ def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Tem
     return Rendered(token_ids, loss_mask.tolist(), len(merged))
 
 
-def _inside(span: tuple[int, int], chars: tuple[int, int], common: int, offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def _tokens_inside(
+    span: tuple[int, int], chars: tuple[int, int], common: int, offsets: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
     """The tokens of a prompt that lie wholly inside of an earlier answer's text; without offsets, those of the answer's own
     that stand before `common`, where the tokens begin to be others."""
     if not offsets:
@@ -246,20 +249,25 @@ def _inside(span: tuple[int, int], chars: tuple[int, int], common: int, offsets:
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
-def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template: _Template, alone: bool) -> _Turn:
-    """The assistant's turn at this place. through: the rendering up to it; alone: it may begin otherwise than the generation
-    prompt, where that opens a thinking block."""
-    before, message = messages[:place], messages[place]
+def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template: _Template, single: bool) -> _Turn:
+    """The assistant's turn at this place.
+
+    through: the rendering up to and with it.
+    single: it makes a sample of its own, and may begin otherwise than the generation prompt, where that has a thinking block.
+    """
+    history = messages[:place]
+    message = messages[place]
     calls = message.get("tool_calls")
     # what stands around a content by itself, and behind this message's content or calls, with its other fields
-    head, plain_closing = template.around(*([*before, {"role": "assistant", "content": text}] for text in _STAND_INS))
+    head, plain_closing = template.around(*([*history, {"role": "assistant", "content": text}] for text in _STAND_INS))
     closing = plain_closing
     if set(message) - {"role", "content", "weight"}:
-        _, closing = template.around(*([*before, _varied(message, text)] for text in _STAND_INS))
-    prompt, text, start = _begun(template, before, message, head, through, closing, alone)
+        _, closing = template.around(*([*history, _varied(message, text)] for text in _STAND_INS))
+    prompt, text, start = _start_of_turn(template, history, message, head, through, closing, single)
     if calls:  # the variants may have more in common with each other than with this one, as the brackets of an empty list
         num_shared = _num_shared(through[::-1], closing[::-1])
-        rest, closing = closing[: len(closing) - num_shared], closing[len(closing) - num_shared :]
+        rest = closing[: len(closing) - num_shared]
+        closing = closing[len(closing) - num_shared :]
         differs = any(template.ends(token) for token in template.ids(rest))
     else:
         differs = not through.endswith(closing)
@@ -268,85 +276,86 @@ def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template
 
     closing_ids = template.ids(closing)
     special = [i for i, token in enumerate(closing_ids) if template.ends(token)]
-    # calls are followed by what closes them; a content by its end at once, if the target's own are not known
-    near = [i for nth, i in enumerate(special) if i == special[0] + nth or calls or template.knows_eos]
-    final = [i for i in near if closing_ids[i] in template.eos]
-    if not final and (opener := _opener(messages, place, template)):
+    # calls are followed by what closes them; a content by its end at once, if the target's own ends are not known
+    candidates = [i for nth, i in enumerate(special) if i == special[0] + nth or calls or template.knows_eos]
+    ends = [i for i in candidates if closing_ids[i] in template.eos]
+    if not ends and (opener := _opener(messages, place, template)):
         return _Turn(prompt, text + opener, start, 0)
-    if not final and calls:  # as a turn without calls ends, else what closes the calls
-        plain = [token for token in template.ids(plain_closing) if template.ends(token)][:1]
-        final = [i for i in special if closing_ids[i] in plain] or special[-1:]
-    final = final or special
-    if final:  # some templates have a last system message there
-        begins = [token for token in template.ids(_begins(template, before)) if template.ends(token)]
-        if begins and begins[0] in closing_ids[: final[0]]:
+    if not ends and calls:  # as a turn without calls ends, else what closes the calls
+        plain_end = [token for token in template.ids(plain_closing) if template.ends(token)][:1]
+        ends = [i for i in special if closing_ids[i] in plain_end] or special[-1:]
+    ends = ends or special
+    if ends:  # a template may render something else there, such as a last system message
+        opening_ids = [token for token in template.ids(_generation_suffix(template, history)) if template.ends(token)]
+        if opening_ids and opening_ids[0] in closing_ids[: ends[0]]:
             raise UnstableTemplate("the chat template puts another turn before the end of one")
-        return _Turn(prompt, text, start, len(closing_ids) - final[0] - 1)
+        return _Turn(prompt, text, start, len(closing_ids) - ends[0] - 1)
     if not text.endswith(plain_closing):
         raise UnstableTemplate("the chat template closes a turn with tool calls otherwise than one without")
     return _Turn(prompt, text[: len(text) - len(plain_closing)], start, 0)  # no token ends it: it ends with the content
 
 
-def _begins(template: _Template, before: Sequence[dict[str, Any]]) -> str:
-    """What the template adds for an answer to begin; nothing if it does not, or does so always."""
-    history, prompt = template.text(before), template.text(before, generate=True)
-    return prompt[len(history) :] if prompt.startswith(history) else ""
+def _generation_suffix(template: _Template, history: Sequence[dict[str, Any]]) -> str:
+    """What the template adds for an answer to begin; nothing if it adds nothing, or adds it always."""
+    text = template.text(history)
+    prompt = template.text(history, generate=True)
+    return prompt[len(text) :] if prompt.startswith(text) else ""
 
 
 _TAG = re.compile(r"[<\[][^<>\[\]]*[>\]]")
 
 
-def _begun(
+def _start_of_turn(
     template: _Template,
-    before: Sequence[dict[str, Any]],
+    history: Sequence[dict[str, Any]],
     message: dict[str, Any],
     head: str,
     through: str,
     closing: str,
-    alone: bool,
+    single: bool,
 ) -> tuple[str, str, int]:
-    """(prompt, prompt and turn, where in that the supervised text begins). head: what the template puts in front of a content;
-    through: what it makes of the turn, with `closing` behind the content."""
-    prompt = template.text(before, generate=True)
+    """(prompt, prompt and turn, where in that the supervised text begins).
+
+    head: what the template puts in front of a content, with all that comes before it.
+    through: what it makes of the conversation with this turn; closing: the end of that, behind the content.
+    """
+    prompt = template.text(history, generate=True)
     calls = message.get("tool_calls")
     content = "" if calls else message["content"].strip()
-    hidden = ""  # of the content: some templates take its thinking block away, which the target generates
-    if (
-        content
-        and through.startswith(head)
-        and content.endswith(shown := through[len(head) : len(through) - len(closing)].strip())
-    ):
-        hidden = content[: len(content) - len(shown)].strip()
-        hidden = "" if head.rstrip().endswith(hidden) else hidden
-    if through.startswith(prompt) and not hidden:
+    dropped = ""  # the front of the content: some templates take a thinking block away, which the target generates
+    if content and through.startswith(head):
+        shown = through[len(head) : len(through) - len(closing)].strip()
+        front = content[: len(content) - len(shown)].strip() if content.endswith(shown) else ""
+        dropped = "" if head.rstrip().endswith(front) else front
+    if through.startswith(prompt) and not dropped:
         inserted = through.startswith(head) and head[len(prompt) :].strip()
         return prompt, through, len(head) if inserted else len(prompt)
 
     # the prompt may have a thinking block that the turn lacks: open, for the target to think, or closed, for it not to
-    other = through if calls else head
-    shared = _num_shared(prompt, other)
-    fork = max((tag.start() for tag in _TAG.finditer(prompt) if tag.start() <= shared), default=0)
-    fork = shared if shared == len(other) else fork
+    reference = through if calls else head
+    num_shared = _num_shared(prompt, reference)
+    fork = max((tag.start() for tag in _TAG.finditer(prompt) if tag.start() <= num_shared), default=0)
+    fork = num_shared if num_shared == len(reference) else fork
     block = prompt[fork:]
     tags = _TAG.findall(block)
-    begins = _begins(template, before)
-    if alone and hidden and not block:
-        if not prompt.rstrip().endswith([hidden, *_TAG.findall(hidden)][-1]):
+    suffix = _generation_suffix(template, history)
+    if single and dropped and not block:
+        if not prompt.rstrip().endswith([dropped, *_TAG.findall(dropped)][-1]):
             return prompt, prompt + content + closing, len(prompt)
-    elif alone and not hidden and through.startswith(head) and begins and head.endswith(begins):
+    elif single and not dropped and through.startswith(head) and suffix and head.endswith(suffix):
         return prompt, prompt + through[len(head) :], len(prompt)  # only what came before is rendered otherwise
-    elif alone and block.strip() and (not begins or fork > len(prompt) - len(begins)):
+    elif single and block.strip() and (not suffix or fork > len(prompt) - len(suffix)):
         if len(tags) < 2 and content and content.startswith(block.strip()):
             thought = content[len(block.strip()) :].removeprefix(block[len(block.rstrip()) :])
             return prompt, prompt + thought + closing, len(prompt)
-        if len(tags) < 2 and hidden:
+        if len(tags) < 2 and dropped:
             return prompt, prompt + content + closing, len(prompt)
-        begin = len(head) if through.startswith(head) else fork
-        if len(tags) < 2 and (calls or begin == len(head)):
-            return through[:begin], through, begin
-        if (calls or begin == len(head)) and not hidden and not (content and content.startswith(tags[0])):
-            text = prompt + through[begin if block.endswith(through[fork:begin]) else fork :]
-            return prompt, text, len(text) - len(through) + begin
+        start = len(head) if through.startswith(head) else fork
+        if len(tags) < 2 and (calls or start == len(head)):
+            return through[:start], through, start
+        if (calls or start == len(head)) and not dropped and not (content and content.startswith(tags[0])):
+            text = prompt + through[start if block.endswith(through[fork:start]) else fork :]
+            return prompt, text, len(text) - len(through) + start
     raise UnstableTemplate(
         "the chat template renders an answered turn otherwise than its generation prompt and the content; "
         "keep the token ids when generating, as train/prepare.py does"
@@ -356,8 +365,9 @@ def _begun(
 def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template) -> str:
     """The token that opens the message after this turn, if the target generates it to end the turn; else nothing."""
     calls = messages[place].get("tool_calls")
-    own = {key: value for key, value in messages[place].items() if key in ("role", "content", "tool_calls")}
-    bare = own if calls else {**own, "content": _STAND_INS[0]}  # without thoughts, which may go when a turn follows
+    bare = {key: value for key, value in messages[place].items() if key in ("role", "content", "tool_calls")}
+    if not calls:
+        bare["content"] = _STAND_INS[0]  # without thoughts, which may go when a turn follows
     following: dict[str, Any] = {"role": "user", "content": _STAND_INS[1]}
     if place + 1 < len(messages):
         following = messages[place + 1]
@@ -365,15 +375,15 @@ def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template)
         following = {"role": "tool", "name": calls[0]["function"]["name"], "content": _STAND_INS[1]}
         following |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
     try:
-        without = template.text([*messages[:place], bare])
-        text = template.text([*messages[:place], bare, following])
+        text = template.text([*messages[:place], bare])
+        continued = template.text([*messages[:place], bare, following])
     except ValueError:  # nothing may follow, so nothing opens
         return ""
     added = template.tokenizer.added_tokens_decoder
-    behind = text[len(without) :] if text.startswith(without) else ""
     openers = [str(added[token]) for token in template.eos if token in added]
-    opener = next((token for token in openers if behind.lstrip().startswith(token)), "")
-    return behind[: behind.index(opener) + len(opener)]
+    addition = continued[len(text) :] if continued.startswith(text) else ""
+    opener = next((token for token in openers if addition.lstrip().startswith(token)), "")
+    return addition[: addition.index(opener) + len(opener)]
 
 
 def _varied(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -381,24 +391,24 @@ def _varied(message: dict[str, Any], text: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     varied = {**message, "content": text} if message["content"] or not calls else dict(message)
     if calls:
-        varied["tool_calls"] = [_with_arguments(call, _values(call, text)) for call in calls]
+        varied["tool_calls"] = [_with_arguments(call, _varied_arguments(call, text)) for call in calls]
     return varied
 
 
-def _values(call: dict[str, Any], text: str) -> Any:
+def _varied_arguments(call: dict[str, Any], text: str) -> Any:
     """Other arguments for a tool call, of the same types."""
     arguments = _parsed(call["function"]["arguments"])
     if not isinstance(arguments, dict):
         return {text: text}
-    other = {key: _other(value, text) for key, value in arguments.items()}
-    return {text: text} if other == arguments else other
+    varied = {key: _varied_value(value, text) for key, value in arguments.items()}
+    return {text: text} if varied == arguments else varied
 
 
-def _other(value: Any, text: str) -> Any:
+def _varied_value(value: Any, text: str) -> Any:
     if isinstance(value, dict):
-        return {key: _other(inner, text) for key, inner in value.items()}
+        return {key: _varied_value(inner, text) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_other(inner, text) for inner in value]
+        return [_varied_value(inner, text) for inner in value]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return type(value)(len(text))  # 15 and 17, whose last digits differ
     return text if isinstance(value, str) else value
@@ -406,9 +416,9 @@ def _other(value: Any, text: str) -> Any:
 
 def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
     """The call with other arguments, in the form that it has them in: a mapping, or JSON text."""
-    as_text = isinstance(call["function"]["arguments"], str)
-    given = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
-    return {**call, "function": {**call["function"], "arguments": given}}
+    if isinstance(call["function"]["arguments"], str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _parsed(arguments: Any) -> Any:
@@ -432,9 +442,9 @@ def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
-def _checked(conversation: Conversation, template: _Template) -> list[dict[str, Any]]:
-    """The messages as the template takes them, which is given the tools. Fields that it does not show are added to
-    `conversation.unused`; a message or a call that it does not show is a ValueError."""
+def _prepared(conversation: Conversation, template: _Template) -> list[dict[str, Any]]:
+    """The messages in the spelling that the template shows; it is given the tools. Fields that it does not show are added to
+    `conversation.unused`. Raises ValueError, one line, if it refuses the messages, or does not show one or a tool call."""
     if conversation.tools:
         template.kwargs["tools"] = conversation.tools
     end = _supervised(conversation.messages)[-1] + 1
@@ -451,75 +461,87 @@ def _checked(conversation: Conversation, template: _Template) -> list[dict[str, 
         assert failure is not None
         raise failure
 
-    whole = template.text(messages[:end])
-    if conversation.tools and _Template(template.tokenizer, {**template.kwargs, "tools": None}).equal(whole, messages[:end]):
-        conversation.unused.add("tools")
-    # one rendering tells of most contents that they are there; the others are looked into one by one
+    rendering = template.text(messages[:end])
+    if conversation.tools:
+        toolless = _Template(template.tokenizer, {**template.kwargs, "tools": None})
+        if toolless.equal(rendering, messages[:end]):
+            conversation.unused.add("tools")
+    # one rendering proves of most contents that they are shown; the others are tested one by one
     marks = [f"{_STAND_INS[0]}{place}x" for place in range(end)]
-    marked = [{**m, "content": mark} if m["content"] else m for m, mark in zip(messages[:end], marks, strict=True)]
-    found = ""
+    marked = [
+        {**message, "content": mark} if message["content"] else message for message, mark in zip(messages, marks, strict=False)
+    ]
+    marked_rendering = ""
     with contextlib.suppress(ValueError):
-        found = template.text(marked)
+        marked_rendering = template.text(marked)
     for place, message in enumerate(messages[:end]):
-        content, assistant = (message["content"] or "").strip(), message["role"] == "assistant"
+        content = (message["content"] or "").strip()
+        is_assistant = message["role"] == "assistant"
         fields = {key for key in message if message[key] not in _NOTHING} - {"role", "content", "tool_calls"}
-        fields -= {"weight"} if assistant or not message.get("weight") else set()
-        if (not content or (marks[place] in found and content in whole)) and not fields:
+        fields -= {"weight"} if is_assistant or not message.get("weight") else set()
+        if (not content or (marks[place] in marked_rendering and content in rendering)) and not fields:
             continue
         # a turn's own rendering has more of it than that with later ones, which may drop thoughts
-        part = messages[: place + 1] if assistant else messages[:end]
-        text = whole if len(part) == end else template.text(part)
-        if content and not all(
-            template.shows(part, place, text, {**message, "content": other}) for other in (marks[place], "")
-        ):
+        part = messages[: place + 1] if is_assistant else messages[:end]
+        text = rendering if len(part) == end else template.text(part)
+        variants = [{**message, "content": variant} for variant in (marks[place], "")]
+        if content and not all(template.shows(part, place, text, variant) for variant in variants):
             if not message.get("tool_calls"):
                 raise ValueError(f"a message of role {message['role']!r} that the chat template does not show")
             conversation.unused.add("messages.content beside tool_calls")
-        for key in fields:
-            if not template.shows(part, place, text, {own: message[own] for own in message if own != key}):
-                conversation.unused.add(f"messages.{key}")
+        for field_name in fields:
+            without = {key: value for key, value in message.items() if key != field_name}
+            if not template.shows(part, place, text, without):
+                conversation.unused.add(f"messages.{field_name}")
     return messages
 
 
 def _check_calls(messages: list[dict[str, Any]], template: _Template) -> None:
     """Raises ValueError unless the tool calls of the last message are in its rendering, as JSON or text and not as Python."""
-    place, message = len(messages) - 1, messages[-1]
-    text, calls = template.text(messages), message["tool_calls"]
+    message = messages[-1]
+    calls = message["tool_calls"]
+    text = template.text(messages)
     if message["content"] is None and "None" in text:
         empty = template.text([*messages[:-1], {**message, "content": ""}])
         if text.count("None") > empty.count("None"):
             raise ValueError("the chat template writes None for a content of null")
     for number, call in enumerate(calls):
-        function, arguments = call["function"], call["function"]["arguments"]
-        shown = str(arguments) if isinstance(arguments, dict) else json.dumps(arguments)[1:-1]
-        plain = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-        if shown != plain and shown in text:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, dict):
+            python_text = str(arguments)
+            json_text = json.dumps(arguments, ensure_ascii=False)
+        else:
+            python_text = json.dumps(arguments)[1:-1]  # with the quotation marks escaped, as for a text within JSON
+            json_text = arguments
+        if python_text != json_text and python_text in text:
             raise ValueError("the chat template writes the arguments of a tool call in the notation of Python")
-        others = [{**call, "function": {**function, "name": _STAND_INS[function["name"] == _STAND_INS[0]]}}]
+        renamed = {**call, "function": {**function, "name": _STAND_INS[function["name"] == _STAND_INS[0]]}}
         if "id" in call:  # it may hold the name; its length may matter
-            others[0]["id"] = "".join("b" if letter == "a" else "a" for letter in str(call["id"]))
+            renamed["id"] = "".join("b" if letter == "a" else "a" for letter in str(call["id"]))
+        variants = [renamed]
         if _parsed(arguments):
-            others.append(_with_arguments(call, _values(call, _STAND_INS[0])))
-        for other in others:
-            changed = {**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]}
-            if not template.shows(messages, place, text, changed):
+            variants.append(_with_arguments(call, _varied_arguments(call, _STAND_INS[0])))
+        for variant in variants:
+            changed = {**message, "tool_calls": [*calls[:number], variant, *calls[number + 1 :]]}
+            if not template.shows(messages, len(messages) - 1, text, changed):
                 raise ValueError("a tool call that the chat template does not show")
 
 
 def _spellings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The messages in the forms that templates expect of tool calls: arguments as a mapping or as JSON text, an empty content
-    as given or as the other of null and no text."""
+    as it is or as the other of null and no text."""
     if not any(message.get("tool_calls") for message in messages):
         yield messages
         return
     for as_text in (False, True):
-        for other in (False, True):
+        for swap_empty in (False, True):
             spelled = []
             for message in messages:
                 if calls := message.get("tool_calls"):
-                    content = ("" if message["content"] is None else None) if other else message["content"]
-                    message = {**message, "content": message["content"] or content}
-                    message["tool_calls"] = [_spelled(call, as_text) for call in calls]
+                    message = {**message, "tool_calls": [_spelled(call, as_text) for call in calls]}
+                    if swap_empty and not message["content"]:
+                        message["content"] = "" if message["content"] is None else None
                 spelled.append(message)
             yield spelled
 
@@ -723,21 +745,22 @@ def conversation_of(row: Any) -> Conversation:
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     used = {"messages" if "messages" in row else "conversations", "system", "tools" if row.get("tools") else "functions"}
-    given = row.get("messages", row.get("conversations"))
-    if given is None:
-        prompt, response = row.get("prompt"), row.get("response")
+    turns = row.get("messages", row.get("conversations"))
+    if turns is None:
+        prompt = row.get("prompt")
+        response = row.get("response")
         if prompt is None or response is None:
             raise ValueError("no messages, conversations, prompt and response, input_ids and loss_mask, or text")
         used |= {"prompt", "response"}
-        given = [*(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
-        given += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
-    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        turns = [*(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
+        turns += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
+    if not isinstance(turns, list) or not all(isinstance(message, dict) for message in turns):
         raise ValueError("messages are not a list of objects")
-    messages = [_message(message) for message in given]
+    messages = [_message(message) for message in turns]
     if system := row.get("system"):
-        first = _message({"role": "system", "content": system})
+        system_message = _message({"role": "system", "content": system})
         if not messages or messages[0]["role"] != "system":
-            messages.insert(0, first)
+            messages.insert(0, system_message)
         elif messages[0]["content"] != system:
             raise ValueError("a system column beside another system message")
     return Conversation(messages, _tools(row.get("tools") or row.get("functions")), _unused(row, used))
@@ -765,6 +788,7 @@ def prompts_of(row: Any, tokenizer: Any) -> Conversation:
     turns = [message["content"] for message in prompts if message["role"] == "user"]
     if not turns or not all(turn.strip() for turn in turns):
         raise ValueError("turns are not a list of texts")
+    _check_text([row.get("id"), row.get("category")])
     conversation.messages = prompts
     if not tokenizer.chat_template:
         conversation.unused |= {"tools"} if conversation.tools else set()
@@ -784,16 +808,18 @@ def _unused(row: dict[str, Any], used: Iterable[str]) -> set[str]:
     return {key for key, value in row.items() if key not in _METADATA and key not in used and value not in _NOTHING}
 
 
-def _message(given: Any) -> dict[str, Any]:
+def _message(raw: Any) -> dict[str, Any]:
     """A message as chat templates spell it: role, content, tool_calls, and what else it has. Raises ValueError with the
     reason if it has no role, or neither content nor calls."""
-    if not isinstance(given, dict):
+    if not isinstance(raw, dict):
         raise ValueError("messages are not a list of objects")
-    message = _given(given)
+    message = _given(raw)
     for key, other in (("role", "from"), ("content", "value")):
         if key not in message and other in message:
             message[key] = message.pop(other)
-    role, content, calls = message.get("role"), message.get("content"), message.pop("tool_calls", None) or []
+    role = message.get("role")
+    content = message.get("content")
+    calls = message.pop("tool_calls", None) or []
     if role == "function_call" and not calls:  # the content is the JSON text of one call or of several
         try:
             calls, content = json.loads(content), None
@@ -817,29 +843,29 @@ def _message(given: Any) -> dict[str, Any]:
     return message
 
 
-def _call(given: Any) -> dict[str, Any]:
+def _call(raw: Any) -> dict[str, Any]:
     """A tool call as chat templates spell it: {"type", "function": {"name", "arguments"}}, perhaps with an id."""
-    if isinstance(given, dict) and "function" not in given:
-        given = {"function": given}
-    function = given.get("function") if isinstance(given, dict) else None
+    if isinstance(raw, dict) and "function" not in raw:
+        raw = {"function": raw}
+    function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call without the name of a function")
     arguments = {} if function.get("arguments") is None else function["arguments"]
     if not isinstance(arguments, (dict, str)):
         raise ValueError("a tool call whose arguments are neither an object nor JSON text")
-    return {"type": "function", **_given(given), "function": {**function, "arguments": arguments}}
+    return {"type": "function", **_given(raw), "function": {**function, "arguments": arguments}}
 
 
-def _tools(given: Any) -> list[dict[str, Any]] | None:
+def _tools(raw: Any) -> list[dict[str, Any]] | None:
     """Tools as chat templates expect them: a list of {"type", "function": schema}; None if there are none."""
-    if isinstance(given, str) and given.strip():
+    if isinstance(raw, str) and raw.strip():
         try:
-            given = json.loads(given)
+            raw = json.loads(raw)
         except (ValueError, RecursionError):
             raise ValueError("tools are not JSON") from None
-    if given in _NOTHING or (isinstance(given, str) and not given.strip()):
+    if raw in _NOTHING or (isinstance(raw, str) and not raw.strip()):
         return None
-    tools = given if isinstance(given, list) else [given]
+    tools = raw if isinstance(raw, list) else [raw]
     if not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools are not a list of objects")
     _check_text(tools)
@@ -850,9 +876,9 @@ def _check_text(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
-        raise ValueError("a message with half of a surrogate pair, which is no text") from None
+        raise ValueError("half of a surrogate pair, which is no text") from None
     except RecursionError:
-        raise ValueError("a message whose objects are nested too deeply") from None
+        raise ValueError("objects that are nested too deeply") from None
 
 
 def _rendered(
@@ -864,6 +890,8 @@ def _rendered(
     kwargs: dict[str, Any],
 ) -> tuple[list[Rendered], set[str]]:
     """(the samples of a row, its fields that nothing reads)."""
+    if isinstance(row, dict):
+        _check_text([row.get(key) for key in ("id", "conversation_id", "text")])
     if isinstance(row, dict) and "input_ids" in row:
         return [_pretokenized(row, vocab_size, max_length)], _unused(row, {"input_ids", "loss_mask", *_TEXTS})
     if isinstance(row, dict) and isinstance(row.get("text"), str) and not {"messages", "conversations", "prompt"} & set(row):
@@ -879,7 +907,7 @@ def _rendered(
         rendered = Rendered([*prefix, *answer], [0] * len(prefix) + [1] * len(answer))
         return [_cut(rendered, max_length)], conversation.unused | ({"tools"} if conversation.tools else set())
     template = _Template(tokenizer, kwargs, eos_token_ids)
-    messages = _checked(conversation, template)
+    messages = _prepared(conversation, template)
     turns = _supervised(messages)
     try:
         parts = [_render(messages, turns, template)]
