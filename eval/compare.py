@@ -12,7 +12,6 @@ from specdec import script
 
 with script.one_line():
     import argparse
-    import json
     from pathlib import Path
     from typing import Any
 
@@ -20,11 +19,15 @@ with script.one_line():
     from specdec.core import writing
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
+NUMBERS = (
+    "mean_acceptance_length", "acceptance_rate_per_position", "tokens_per_step", "decode_tokens_per_s", "draft_s_per_step",
+    "verify_s_per_step", "speedup", "speedup_interval", "speedup_cpu", "speedup_model", "efficiency",
+)  # fmt: skip
 SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="where compare.png goes (default: outputs)")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")
@@ -52,6 +55,9 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     short = report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
     report.show(report.compare_table(labelled), report.category_table(labelled))
+    for name, summary in labelled.items():
+        if summary["busy"]:
+            report.show(f"{name}: {report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
     out.mkdir(parents=True, exist_ok=True)
     with writing(out / "compare.png"):
         plot = report.plot_compare(labelled, out / "compare.png")
@@ -66,18 +72,21 @@ def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
     return f"{first} has {key}={ours!r} and {name} has {theirs!r}"
 
 
-def read(directory: Path) -> dict:
-    path = directory / "summary.json"
-    if not path.exists():
+def read(directory: Path) -> dict[str, Any]:
+    if not (directory / "summary.json").exists():
         raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
-    try:
-        summary = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON ({error.msg}); run it again") from None
-    missing = [key for key in (*MUST_AGREE, *SPEED_DEPENDS_ON, "environment", "overall", "categories") if key not in summary]
-    if missing:
-        raise ValueError(f"{path} lacks {missing[0]!r}; it was not written by this version of eval/run.py")
-    return summary
+    keys = (
+        *MUST_AGREE,
+        *SPEED_DEPENDS_ON,
+        "method",
+        "num_speculative_tokens",
+        "lossless_short",
+        "environment",
+        "busy",
+        "overall",
+    )
+    fix = "it was not written by this version of eval/run.py: run it again"
+    return report.read_summary(directory, fix, (*keys, "categories"), NUMBERS)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ PROMPT, K, LENGTH = 256, 5, 3.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=script.count, default=128)
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)

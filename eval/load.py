@@ -33,6 +33,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
+    speculative.check()
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     coming = load.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
@@ -127,6 +128,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
     plot = report.plot_load(served, track.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
     report.show(report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
+    share = stats.wall_over_cpu([one.stats for one in served]) if target.device.type == "cpu" else None
+    if reasons := stats.busy_reasons({}, {name: share}):
+        report.show(report.busy_note(reasons, None))
     if not verifier.lossless:
         report.show(f"lossless: NO, {verifier.name} does not keep the target's law")
     if cfg["logger"]["name"] == "wandb":

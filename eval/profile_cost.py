@@ -33,6 +33,7 @@ def run(cfg: dict[str, Any]) -> None:
             raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, params = speculative.resolved_method, SamplingParams(**cfg["sampling"])
+    speculative.check()
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")
@@ -81,16 +82,16 @@ def run(cfg: dict[str, Any]) -> None:
 
 def read_run(directory: Path, method: str) -> dict[str, Any]:
     """Summary and rows of a run of eval/run.py. ValueError if its acceptance says nothing about this method."""
-    from specdec import track
+    from specdec import report, track
 
     what = f"acceptance={directory}"
+    if not all((directory / name).is_file() for name in ("summary.json", "requests.jsonl")):
+        raise ValueError(f"{what}: not the out_dir of a finished eval/run.py")
     try:
-        summary = json.loads((directory / "summary.json").read_text())
+        summary = report.read_summary(directory, "run it again", ("target", "dtype", "method", "num_speculative_tokens"))
         rows = list(track.rows_in(directory / "requests.jsonl"))
-    except OSError:
-        raise ValueError(f"{what}: not the out_dir of a finished eval/run.py") from None
-    except ValueError as error:
-        raise ValueError(f"{what}: cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from None
     if summary.get("method") != method:
         raise ValueError(f"{what}: a run of method {summary.get('method')!r}, not {method!r}; give one of the same method")
     settings = summary.get("speculative_config", {})

@@ -22,9 +22,8 @@ with script.one_line():
     from typing import Any
 
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from specdec import checkpoint, config, hub, method, report, tasks
+    from specdec import config, hub, method, report, tasks
     from specdec.checkpoint import native
     from specdec.core import Request, SamplingParams
     from specdec.drafter import Drafter, Init
@@ -36,10 +35,12 @@ BATCH_SIZES = (1, 3, 8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=hub.DEFAULT, help="directory, hub id or embedded name")
-    parser.add_argument("--prompts", type=int, default=24, help="conversations of the demo task, from its categories in turn")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--prompts", type=script.count, default=24, help="conversations of the demo task, from its categories in turn"
+    )
+    parser.add_argument("--max-tokens", type=script.count, default=64)
     parser.add_argument("--methods", nargs="*", help="only these")
     parser.add_argument("--checkpoint", nargs="*", default=[], help="trained drafters")
     arguments = parser.parse_args()
@@ -56,10 +57,10 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
     """Number of combinations that failed (0 is a proof). scratch: a directory for drafters that are made here."""
     for name in methods or ():
         method.find(name)
-    drafters = {checkpoint.method_of(path): path for path in checkpoints}
+    drafters = {method.of_checkpoint(path): path for path in checkpoints}
     target = CausalLM(model, "float32", "cpu")
     prompts = conversations(target, count, max_tokens)
-    theirs = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.float32).eval()
+    theirs = hub.load_model(target.path, dtype=torch.float32).eval()
     greedy, sampled = [], SamplingParams(temperature=0.8, max_tokens=max_tokens)
     with report.progress(len(prompts), generate=0) as advance:
         for prompt in prompts:
@@ -89,10 +90,8 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
                 same = sum(a == b for a, b in zip(outputs, reference, strict=True))
                 failures += same < len(prompts)
                 verdict = "ok  " if same == len(prompts) else "FAIL"
-                seconds = time.perf_counter() - began
-                print(
-                    f"{verdict} {path.stem:21} batch {batch_size}  {what}  {same}/{len(prompts)}  {seconds:6.1f} s", flush=True
-                )
+                result = f"{same}/{len(prompts)}  {time.perf_counter() - began:6.1f} s"
+                print(f"{verdict} {path.stem:21} batch {batch_size}  {what}  {result}", flush=True)
     return failures
 
 
@@ -100,6 +99,9 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path)
     """What a method's YAML leaves to the user."""
     directory, drafter = scratch / name, method.find(name)
     directory.mkdir(exist_ok=True)
+    if name == "hybrid":  # its second part takes the drafter
+        own = next(iter(drafters), "eagle3")
+        return {"method": name, "model": needed(own, target, drafters, scratch)["model"]}
     if name in drafters:
         return {"method": name, "model": drafters[name]}
     if name == "draft_model":
@@ -111,7 +113,8 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path)
         return {"method": name, "draft_model_config": layers, "shared_storage_path": str(directory)}
     if not issubclass(drafter, Drafter):
         return {"method": name}
-    native.save(directory, drafter.fresh(target, {}, Init()), {}, "")
+    if not (directory / "config.json").exists():
+        native.save(directory, drafter.fresh(target, {}, Init()), {}, "")
     return {"method": name, "model": str(directory)}
 
 

@@ -6,13 +6,12 @@ Only this file and the scripts import Hydra.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -21,20 +20,73 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from yaml import MarkedYAMLError
 
-from specdec import checkpoint
-from specdec.core import nearest, writing
+from specdec.core import nearest, parse_json, short_repr, writing
 from specdec.script import fail, one_line
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 _DECIDING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
 _OPEN = ("logit_bias", "template_kwargs", "geometry", "checkpoints", "runs")  # keys whose value is the user's own mapping
-_NULLABLE = (  # numbers, or null for no limit
-    "limit", "num_threads", "sampling.max_tokens", "train.max_steps", "train.num_epochs", "train.drafter.draft_vocab_size",
-    "train.drafter.num_hidden_layers", "train.drafter.inner_dim", "train.drafter.mask_token_id", "train.drafter.pard_token",
-    "data.limit", "data.max_length", "num_requests", "max_draft",
-)  # fmt: skip
+_NUMBER: tuple[Any, str] = (Annotated[int, Field(ge=0)] | None, "a number from 0 on, or null")
+_SOME: tuple[Any, str] = (Annotated[int, Field(ge=1)], "a number of at least 1")
+_COUNT: tuple[Any, str] = (Annotated[int, Field(ge=1)] | None, "a number of at least 1, or null")
+_TEXT: tuple[Any, str] = (Annotated[str, Field(pattern=r"\S")] | None, "text; quote a number or a list that is a name: '\"5\"'")
+_NUMBERS: tuple[Any, str] = (list[int] | None, "a list of numbers, such as [2,15,27], or null")
+_COUNTS: tuple[Any, str] = (
+    Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)],
+    "a list of numbers of at least 1",
+)
+_MAPPING: tuple[Any, str] = (dict[Any, Any] | None, "a mapping, such as {key: value}, or null")
+_SEED: tuple[Any, str] = (Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, "a number, an integer of 64 bits")
+# What keys must be whose default does not tell: null, or a list. Those of `method`, `rejection`: llm.SpeculativeConfig's.
+TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        ("checkpoint", "cost_table", "trace", "prompts", "synthesize.openings", "out", "acceptance", "revision", "dtype",
+         "target", "serve_target", "eval", "push", "lint", "draft_model", "features.path", "data.path", "task.path",
+         "model.path", "model.revision", "model.dtype", "model.device", "logger.entity", "logger.mode", "train.drafter.model",
+         "train.drafter.revision"),
+        _TEXT,
+    ),
+    **dict.fromkeys(
+        ("limit", "data.limit", "num_requests", "max_draft", "cost_context", "max_model_len", "num_speculative_tokens",
+         "sampling.max_tokens", "sampling.max_new_tokens", "train.max_steps", "train.drafter.draft_vocab_size",
+         "train.drafter.num_hidden_layers", "train.drafter.inner_dim", "train.drafter.num_modules"),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        ("max_batch_size", "prefill_chunk_size", "tensor_parallel_size", "eval.max_batch_size", "max_tokens", "eval.max_tokens",
+         "answers.max_tokens", "synthesize.max_tokens", "synthesize.count", "max_matching_ngram_size", "repeats", "context",
+         "rounds", "cost_repeats"),
+        _SOME,
+    ),
+    **dict.fromkeys(("sampling.min_new_tokens", "train.drafter.mask_token_id", "train.drafter.pard_token"), _NUMBER),
+    **dict.fromkeys(
+        ("layer_ids", "features.layer_ids", "train.drafter.layer_ids", "train.drafter.eagle_aux_hidden_state_layer_ids",
+         "sampling.stop_token_ids"),
+        _NUMBERS,
+    ),
+    **dict.fromkeys(("threads", "suffix_tokens", "batch_sizes"), _COUNTS),
+    **dict.fromkeys(("data.template_kwargs", "train.drafter.geometry", "sampling.logit_bias", "checkpoints", "runs"), _MAPPING),
+    **dict.fromkeys(("seed", "sampling.seed"), _SEED),
+    "num_threads": (Annotated[int, Field(ge=1, le=1024)] | None, "a number of at least 1 and at most 1024, or null"),
+    "data.max_length": (Annotated[int, Field(ge=3)] | None, "a number from 3 on (a token is supervised), or null"),
+    "train.num_epochs": (Annotated[float, Field(gt=0)] | None, "a number above 0, or null"),
+    "train.drafter.zero_first_embedding": (bool | None, "true, false or null"),
+    "answers.temperatures": (list[Annotated[float, Field(ge=0)]], "a list of temperatures from 0 on, such as [0.0, 0.7]"),
+    "dtypes": (Annotated[list[str], Field(min_length=1)], "a list of types, such as [float32,bfloat16]"),
+    "logger.tags": (list[str] | None, "a list of words"),
+    "sampling.stop": (list[str] | str | None, "a string, or a list of strings"),
+    "speculative_config": (dict[Any, Any] | str | None, "a JSON object, or its text"),
+    "num_speculative_tokens_per_batch_size": (list[Any] | str | None, "a list [[first, last, K], ...], or a file with one"),
+}  # fmt: skip
+_OPTIONS = {  # Hydra's own, with the values that they take
+    "--help": None, "-h": None, "--hydra-help": None, "--version": None, "--resolve": None, "--run": None, "-r": None,
+    "--multirun": None, "-m": None, "--cfg": ("job", "hydra", "all"), "-c": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "-i": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}  # fmt: skip
 
 
 def check_command_line(config_name: str, *defaults: str) -> None:
@@ -45,29 +97,10 @@ def check_command_line(config_name: str, *defaults: str) -> None:
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     sys.argv[1:] += [argument for argument in defaults if argument.partition("=")[0] not in given]
     sys.argv[1:] = [_quote_json(argument) for argument in sys.argv[1:]]
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # Hydra wants them in front
-    flags_with_value = {
-        "--config-path",
-        "-cp",
-        "--config-name",
-        "-cn",
-        "--config-dir",
-        "-cd",
-        "--package",
-        "-p",
-        "--info",
-        "-i",
-    }
-    words = iter(sys.argv[1:])
-    arguments = []
-    for word in words:
-        if word.startswith("-"):
-            if word in flags_with_value:
-                next(words, None)
-        else:
-            arguments.append(word)
     multirun = bool({"-m", "--multirun"} & set(sys.argv[1:]))
     try:
+        options, arguments = _options_and_settings(sys.argv[1:])
+        sys.argv[1:] = options + arguments  # Hydra wants them in this order
         composed = _check(config_name, arguments, multirun)
         if multirun and "out_dir" not in composed:
             raise ValueError("-m: this script writes one thing; call it once for every value")
@@ -76,8 +109,34 @@ def check_command_line(config_name: str, *defaults: str) -> None:
     except MarkedYAMLError as error:
         mark = error.problem_mark
         fail(f"{mark.name}, line {mark.line + 1}: not YAML ({error.problem})" if mark else error)
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
+    except (ValueError, HydraException, OmegaConfBaseException, RecursionError) as error:
         fail(error)
+
+
+def _options_and_settings(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of a command line that are Hydra's own options, and the settings. Raises ValueError for an option that Hydra
+    lacks, or one of its own that would lead past the checks here."""
+    found: list[str] = []
+    settings: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        option, equals, value = word.partition("=")
+        if option not in _OPTIONS:
+            options = [known for known in _OPTIONS if known.startswith("--")]
+            raise ValueError(f"unknown option {option!r}; settings are key=value, and options {', '.join(options)}")
+        if (values := _OPTIONS[option]) is not None:
+            value = value if equals else next(rest, "")
+            if value not in values:
+                raise ValueError(f"{option}={value}: use one of {', '.join(values)}")
+            found += [option, value]
+        elif equals:
+            raise ValueError(f"{option} takes no value, and has {value!r}; leave it out")
+        else:
+            found.append(option)
+    return found, settings
 
 
 def _quote_json(argument: str) -> str:
@@ -86,8 +145,8 @@ def _quote_json(argument: str) -> str:
     if key.lstrip("+") != "speculative_config" or not value.lstrip().startswith("{"):
         return argument
     try:
-        json.loads(value)
-    except json.JSONDecodeError:
+        parse_json(value, key)
+    except ValueError:
         if re.match(r"\s*\{\s*\w+\s*:", value):
             return argument  # Hydra's own spelling of a dict
     escaped = re.sub(r"(\\*)'", lambda m: 2 * m[1] + "\\'", value)  # Hydra undoes backslashes before a quote only
@@ -124,6 +183,8 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
         # a sweep over groups may give keys to some of its jobs only
         for first in range(max([len(_choices(override)) for override in groups], default=1)):
             picked = [f"{o.key_or_group}={_choices(o)[min(first, len(_choices(o)) - 1)]}" for o in groups]
+            if own := [str(o.input_line) for o in overrides if _is_hydras(o)]:
+                compose(config_name, own, return_hydra_config=True)
             try:
                 composed = compose(config_name, picked)
             except MissingConfigException:
@@ -131,9 +192,11 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
             known |= _keys(composed)
             defaults |= {key: OmegaConf.select(composed, key, throw_on_missing=False) for key in known}
     for override in overrides:
-        if override in groups or override.key_or_group.startswith("hydra"):
+        if override in groups or _is_hydras(override):
             continue
         value = None if override.is_sweep_override() else override.value()
+        for each in _swept_values(override):
+            _check_type(override.key_or_group, each, defaults.get(override.key_or_group), config_name)
         for key, inner in _flat(override.key_or_group, value):
             parent = key.rpartition(".")[0]
             if parent.split(".")[-1] in _OPEN and not str(override.input_line).startswith("+"):
@@ -141,8 +204,19 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
             if key not in known and parent.split(".")[-1] not in _OPEN:
                 raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
             if not override.is_sweep_override():
-                _check_type(key, inner, defaults.get(key))
+                _check_type(key, inner, defaults.get(key), config_name)
     return composed
+
+
+def _is_hydras(override: Override) -> bool:
+    """Whether it is of Hydra's own config, such as `hydra/launcher=` and `hydra.verbose=`."""
+    return re.match(r"hydra\b", override.key_or_group) is not None
+
+
+def _swept_values(override: Override) -> list[Any]:
+    """The values of a sweep that lists them."""
+    value: Any = override.value() if override.is_sweep_override() else None
+    return [getattr(each, "text", each) for each in getattr(value, "list", None) or []]
 
 
 def _no_recipe(picked: list[str]) -> str:
@@ -171,7 +245,7 @@ def _swept(arguments: list[str]) -> set[str]:
 
 def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
     """A key and its value; where that is a mapping, the keys inside."""
-    if not isinstance(value, dict) or key.split(".")[-1] in (*_OPEN, "speculative_config"):
+    if not isinstance(value, dict) or not value or key.split(".")[-1] in (*_OPEN, "speculative_config"):
         return [(key, value)]
     return [pair for name, inner in value.items() for pair in _flat(f"{key}.{name}", inner)]
 
@@ -192,31 +266,61 @@ def _check_experiment(config_name: str, choice: str) -> None:
     for key in sorted(_keys(written)):
         if key not in known and not any(part in _OPEN for part in key.split(".")[:-1]):
             raise ValueError(f"experiment {choice!r}: unknown key {key!r}; {_nearest_key(key, known)}")
-        _check_type(key, OmegaConf.select(written, key), OmegaConf.select(composed, key, throw_on_missing=False))
+        value = OmegaConf.select(written, key)
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        _check_type(key, plain, OmegaConf.select(composed, key, throw_on_missing=False), config_name)
 
 
-def _check_type(key: str, value: Any, default: Any) -> None:
-    """A number where the default is a number, and so on. A default of null says nothing; an interpolation may be anything."""
-    if key == "out_dir" and (not isinstance(value, str) or not value):
-        raise ValueError(f"out_dir={value!r} must be the path of a directory")
-    if isinstance(default, DictConfig) and not isinstance(value, dict | DictConfig):
-        raise ValueError(f"{key}={value!r} must be a mapping, such as {key}={{{next(iter(default), 'name')!s}: ...}}")
+def _check_type(key: str, value: Any, default: Any, config_name: str) -> None:
+    """Raise ValueError unless a value is what its key must be: by TYPES, by the schema of methods, or of the kind of its
+    default. An interpolation may be anything."""
+    said = f"{key}={short_repr(value)}"
+    if isinstance(value, str) and value.startswith("${"):
+        return
+    if key == "out_dir" and (not isinstance(value, str) or not value.strip()):
+        raise ValueError(f"{said} must be the path of a directory")
     if key == "request_rate":  # load.phases looks
         return
-    if key.split(".")[-1] == "num_speculative_tokens" and isinstance(value, str):
-        if value != "auto":
-            raise ValueError(f"{key}={value!r} must be a number, or auto")
-        return
-    if key in _NULLABLE:
-        default = None if value is None else 0.0 if key == "train.num_epochs" else 0
-    kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float)}
-    wanted = kinds.get(type(default))
-    if wanted is None or (isinstance(value, str) and value.startswith("${")):
-        return
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise ValueError(
-            f"{key}={value!r} must be {'true or false' if bool in wanted else 'a number'}, like its default {default}"
-        )
+    group, _, name = key.partition(".")
+    if group in ("method", "rejection") and name in (schema := _speculative_fields()) and value is not None:
+        wanted = schema[name]
+        if name == "num_speculative_tokens":
+            with_auto = config_name != "train"
+            wanted = wanted if with_auto else int
+            if isinstance(value, str) and not (with_auto and value == "auto"):
+                raise ValueError(f"{said} must be a number{', or auto' if with_auto else ''}")
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{said} must not be empty; leave the key out, or give null")
+        _hold(said, value, wanted, "like the setting of this name in vLLM's --speculative-config")
+    elif key in TYPES:
+        _hold(said, value, *TYPES[key])
+    elif isinstance(default, DictConfig):
+        if not isinstance(value, dict | DictConfig):
+            raise ValueError(f"{said} must be a mapping, such as {key}={{{next(iter(default), 'name')!s}: ...}}")
+    elif isinstance(default, ListConfig):
+        if not isinstance(value, list):
+            raise ValueError(f"{said} must be a list, such as {key}=[...]")
+    elif isinstance(default, bool | int | float):
+        wanted, what = (bool, "true or false") if isinstance(default, bool) else (type(default), "a number")
+        _hold(said, value, wanted, f"{what}, like its default {default}")
+    elif isinstance(default, str) and name not in ("name", "size") and key != "name":
+        _hold(said, value, Annotated[str, Field(pattern=r"\S")], f"text, like its default {default}")
+
+
+def _hold(said: str, value: Any, wanted: Any, what: str) -> None:
+    """Raise ValueError, one line, unless a value is of a type as pydantic knows them: strictly, with finite numbers."""
+    try:
+        TypeAdapter(wanted, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError as error:
+        limit = error.errors(include_url=False)[0]["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        raise ValueError(f"{said} must be {what} ({limit})") from None
+
+
+def _speculative_fields() -> dict[str, Any]:
+    """Type of every key that a method or a rejection scheme can have."""
+    from specdec.llm import SpeculativeConfig
+
+    return {name: field.annotation for name, field in SpeculativeConfig.model_fields.items()}
 
 
 def _choices(override: Override) -> list[str]:
@@ -360,9 +464,11 @@ def its_method() -> list[str]:
     paths = given.get("checkpoint", "null").strip("'\"")
     if paths in ("null", "") or {"method", "speculative_config"} & set(given):
         return []
+    from specdec import method
+
     try:
         swept = {"-m", "--multirun"} & set(given)
-        found = {checkpoint.method_of(path.strip()) for path in (paths.split(",") if swept else [paths])}
+        found = {method.of_checkpoint(path.strip()) for path in (paths.split(",") if swept else [paths])}
     except ValueError as error:
         fail(error)
         raise
@@ -380,8 +486,12 @@ def threads(cfg: dict[str, Any]) -> int:
 
 def model_name(model: dict[str, Any]) -> str:
     """What `specdec.hub.resolve` takes: path, or the name of the size."""
-    if model.get("path"):
+    if model.get("path") is not None:
         return str(model["path"])
+    if "sizes" not in model:
+        raise ValueError(
+            f"model.path=null: {model['name']} has no sizes to choose from; give a directory, or leave the key out"
+        )
     sizes, size = model["sizes"], str(model["size"])
     if size not in sizes:
         raise ValueError(f"model.size={size}: {model['name']} has no such size; {nearest(size, map(str, sizes))}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 from torch import Tensor
 
 
@@ -36,6 +38,7 @@ class Draft:
     evidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
         proposer's `gives_evidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
         token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
+    finite_BK: whether the logits that each token was chosen from were free of nan and inf; None where there were none.
     proposer_B: which part of a composed proposer made each row's draft, by name.
     paid_B: of a composed proposer, tokens of each row that its costly part drafted, the one that cost tables are of.
     """
@@ -47,15 +50,14 @@ class Draft:
     evidence_BKF: Tensor | None = None
     proposer_B: list[str] | None = None
     paid_B: np.ndarray | None = None
+    finite_BK: Tensor | None = None
 
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
         most = int(length_B.max(initial=0))
-        q_BKV = None if self.q_BKV is None else self.q_BKV[:, :most]
-        evidence_BKF = None if self.evidence_BKF is None else self.evidence_BKF[:, :most]
-        return replace(
-            self, token_BK=self.token_BK[:, :most], length_B=torch.from_numpy(length_B), q_BKV=q_BKV, evidence_BKF=evidence_BKF
-        )
+        names = ("token_BK", "q_BKV", "evidence_BKF", "finite_BK")
+        columns = {name: x[:, :most] for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, length_B=torch.from_numpy(length_B), **columns)
 
     def among(self, place_B: np.ndarray, num_rows: int) -> Draft:
         """The same drafts as those of rows `place_B` of `num_rows`; the others have none."""
@@ -78,6 +80,7 @@ class Draft:
             evidence_BKF=None if self.evidence_BKF is None else spread(self.evidence_BKF),
             proposer_B=names,
             paid_B=None if self.paid_B is None else spread(torch.from_numpy(self.paid_B)).numpy(),
+            finite_BK=None if self.finite_BK is None else spread(self.finite_BK),
         )
 
 
@@ -119,10 +122,72 @@ def apply_umask(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
-class Checked(BaseModel):
-    """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one."""
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`, whatever is wrong with the text: its
+    syntax, its encoding, half of a surrogate pair, brackets that are nested hundreds deep."""
+    try:
+        return from_json(text.encode() if isinstance(text, str) else text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({first_line(error).removeprefix('ValueError: ')})") from None
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+def read_json(path: str | Path, fix: str = "") -> Any:
+    """The value in a JSON file. Raises ValueError, one line with the path and the fix, if it is not there or not JSON."""
+    path = Path(path)
+    try:
+        return from_json(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+    except ValueError as error:
+        reason = f"not JSON: {error}"
+    raise ValueError(f"{path.parent}: {path.name} cannot be read ({reason}){fix and f'; {fix}'}")
+
+
+def read_json_object(path: str | Path, fix: str = "") -> dict[str, Any]:
+    """As `read_json`, of a file that holds a JSON object."""
+    value = read_json(path, fix)
+    if not isinstance(value, dict):
+        found = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise ValueError(f"{Path(path).parent}: {Path(path).name} holds no JSON object, but a {found}{fix and f'; {fix}'}")
+    return value
+
+
+def short_repr(value: Any, width: int = 80) -> str:
+    """A value for an error line, cut to `width` characters."""
+    text = repr(value) if len(str(value)) < 10 * width else repr(str(value)[: 2 * width])
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[:width]}..."
+
+
+def builtin(value: Any) -> Any:
+    """A value with numpy's numbers and arrays, and tuples, as the numbers and lists that JSON has."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [builtin(each) for each in value]
+    return {builtin(key): builtin(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def whole_text(text: str, what: str) -> str:
+    """The text itself. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start : error.start + 1]!r} at character {error.start}"
+        raise ValueError(f"{what} holds {found}, half of a surrogate pair, which is no text; remove it") from None
+    return text
+
+
+class Checked(BaseModel):
+    """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one.
+
+    Types are strict: true is not 1, nor "5" 5, nor 5.0 5. An int where a float is wanted, and numpy's numbers, are what they
+    are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     what: ClassVar[str] = "key"  # what a field is called in messages
     aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
 
@@ -131,15 +196,25 @@ class Checked(BaseModel):
         for key in values:
             if key not in known:
                 raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known, type(self).model_fields)}")
+        for key, value in values.items():
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str):
+                    whole_text(text, f"{self.what} {key}")
         try:
-            super().__init__(**values)
+            super().__init__(**{key: builtin(value) for key, value in values.items()})
         except ValidationError as error:
-            first = error.errors()[0]
-            if first["type"] == "value_error":
-                raise ValueError(str(first["ctx"]["error"])) from None
-            # a field of several types has the failing type behind its name
-            key = ".".join(str(part) for part in first["loc"] if part not in ("int", "str") and "[" not in str(part))
-            raise ValueError(f"{self.what} {key}={first['input']!r}: {first['msg'].lower()}") from None
+            raise ValueError(first_mistake(error, f"{self.what} ")) from None
+
+
+def first_mistake(error: ValidationError, what: str = "") -> str:
+    """pydantic's report as one line: the first key that is wrong, its value, and the limit. what: stands before the key."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    # a field of several types has the failing type behind its name
+    types = ("int", "str", "float", "bool", "none")
+    key = ".".join(str(part) for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part)))
+    return f"{what}{key}={short_repr(first['input'])}: {first['msg'].lower()}"
 
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
@@ -152,7 +227,6 @@ class SamplingParams(Checked):
     Unlike vLLM, `min_p` and `logit_bias` work with speculation.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)
     what = "sampling parameter"
     aliases = ("max_new_tokens", "min_new_tokens")
 
@@ -241,8 +315,9 @@ class RequestStats:
 
     drafted, accepted, emitted: tokens; trimmed: tokens that were drafted beside and not verified; draft_s, verify_s: duration
     of the step's draft and verify phases, shared with the request's batch mates; batch_size: rows of the step; wall_s: since
-    the request's tokens before, whatever the engine did meanwhile. `emitted` is accepted + 1, less at a stop. proposer: who
-    made the draft, where a method is composed of several; else the list stays empty.
+    the request's tokens before, whatever the engine did meanwhile; cpu_s: CPU time of this process, all its threads, in both
+    phases: where it falls behind them, others had the machine. `emitted` is accepted + 1, less at a stop. proposer: who made
+    the draft, where a method is composed of several; else the list stays empty.
     The token that prefill yields belongs to no step.
     """
 
@@ -254,10 +329,12 @@ class RequestStats:
     verify_s: list[float] = field(default_factory=list)
     batch_size: list[int] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     proposer: list[str] = field(default_factory=list)
     queue_s: float = 0.0  # from the moment the request was added until it took a row
     time_to_first_token_s: float = 0.0  # from the moment the request took its row
     prefill_s: float = 0.0  # forwards over the prompt, target and drafter
+    prefill_cpu_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
 
     def add(
@@ -271,6 +348,7 @@ class RequestStats:
         trimmed: int = 0,
         wall_s: float | None = None,
         proposer: str | None = None,
+        cpu_s: float | None = None,
     ) -> None:
         self.drafted.append(drafted)
         self.accepted.append(accepted)
@@ -280,6 +358,7 @@ class RequestStats:
         self.verify_s.append(verify_s)
         self.batch_size.append(batch_size)
         self.wall_s.append(draft_s + verify_s if wall_s is None else wall_s)
+        self.cpu_s.append(draft_s + verify_s if cpu_s is None else cpu_s)
         if proposer is not None:
             self.proposer.append(proposer)
 
@@ -293,8 +372,8 @@ class RequestStats:
 
 @dataclass
 class Step:
-    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the
-    engine's clock; paid_B: as in Draft."""
+    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; cpu_s: of both phases, as in
+    RequestStats; at: its end on the engine's clock; paid_B: as in Draft."""
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -302,6 +381,7 @@ class Step:
     emitted_B: np.ndarray
     draft_s: float
     verify_s: float
+    cpu_s: float
     at: float
     paid_B: np.ndarray | None = None
 

@@ -10,13 +10,25 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
 
 from specdec import rejection
-from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent, Steady, Step
+from specdec.core import (
+    Checked,
+    Context,
+    Draft,
+    Proposer,
+    Request,
+    SamplingParams,
+    Silent,
+    Steady,
+    Step,
+    read_json_object,
+)
 from specdec.engine import Clock, Engine
 from specdec.target import CausalLM
 
@@ -31,7 +43,7 @@ def verify_seconds(
     """Seconds of one forward of n tokens in each of num_rows rows with `context` tokens before them, n up to num_tokens.
 
     The least of the repeats, since other work can only add to it; the sizes in turn within each repeat, so that a slow moment
-    hits all of them; linear in between.
+    hits all of them; more tokens are held to cost no less than fewer; linear in between.
     """
     sizes = sorted({n for n in POINTS if n <= num_tokens} | {1, num_tokens})
     context = max(min(context, target.max_model_len - num_tokens), 1)
@@ -47,7 +59,7 @@ def verify_seconds(
             clock.mark()
             if repeat:  # the first round warms up
                 times[n] += clock.seconds()
-    least = [min(times[n]) for n in sizes]
+    least = rising([min(times[n]) for n in sizes])
     return lambda n: float(np.interp(n, sizes, least))
 
 
@@ -99,32 +111,41 @@ class CostTable:
         temporary.replace(path)
 
 
+class _Written(Checked):
+    """A CostTable as its file has it."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # looked at with the shapes
+    what: ClassVar[str] = "cost table key"
+
+    batch_sizes: list[int]
+    draft_lengths: list[int]
+    verify_s: list[list[float]]
+    draft_s: list[list[float]]
+    about: dict[str, Any]
+    schedule: list[list[int]] | None = None
+
+
 def load(path: str | Path) -> CostTable:
     """A table that `save` wrote. ValueError, one line, for anything else."""
     path = Path(path).expanduser()
     try:
-        told = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"cost table {path}: cannot be read ({error.strerror}); make one with eval/profile_cost.py") from None
-    except ValueError:
-        told = None
-    if not isinstance(told, dict) or told.pop("format", None) != FORMAT or told.pop("format_version", None) != 1:
-        raise ValueError(f"cost table {path}: not a file of eval/profile_cost.py")
-    try:
-        table = CostTable(**told)
+        told = read_json_object(path)
+        if told.pop("format", None) != FORMAT or str(told.pop("format_version", None)) != "1":
+            raise ValueError("not a file of eval/profile_cost.py")
+        table = CostTable(**_Written(**told).model_dump())
         shape = len(table.batch_sizes), len(table.draft_lengths)
         for name, axis in (("batch_sizes", table.batch_sizes), ("draft_lengths", table.draft_lengths)):
-            if not axis or any(type(x) is not int for x in axis) or sorted(set(axis)) != axis:
+            if not axis or sorted(set(axis)) != axis:
                 raise ValueError(f"{name} must be ascending numbers")
         for name, seconds in (("verify_s", table.verify_s), ("draft_s", table.draft_s)):
-            values = np.array(seconds, dtype=float)
-            if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
+            ragged = (len(seconds), *{len(row) for row in seconds}) != shape
+            if ragged or not np.isfinite(seconds).all() or np.min(seconds) < 0:
                 raise ValueError(f"{name} must be {shape[0]} x {shape[1]} seconds")
         if np.min(table.verify_s) <= 0:
             raise ValueError("verify_s has a step that takes no time")
         if table.batch_sizes[0] < 1 or table.draft_lengths[0] != 0:
             raise ValueError("batch_sizes begin at 1 or more, draft_lengths at 0")
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"cost table {path}: {error}; make one with eval/profile_cost.py") from None
     return table
 

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from specdec.core import apply_umask, nearest, writing
+from specdec.core import apply_umask, first_line, nearest, short_repr, writing
 
 DEFAULT = "smollm2-135m"
+ADAPTER = "adapter_config.json"  # of a PEFT adapter
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,17 @@ def cache_dir() -> Path:
     return Path(os.environ.get("SPECDEC_CACHE") or Path(base) / "specdec")
 
 
-def resolve(name: str, revision: str | None = None) -> Path:
-    """The local directory of a model. name: a directory, an embedded name, `tiny[-arch]`, `random-<shape>`, or a hub id."""
-    directory = Path(name).expanduser()
+def resolve(name: str | Path, revision: str | None = None) -> Path:
+    """The local directory of a model. name: a directory, an embedded name, `tiny[-arch]`, `random-<shape>`, or a hub id.
+
+    Raises ValueError, one line, for anything else, and for the directory of an adapter.
+    """
+    directory = local(name, "model")
+    name = str(name)
     if directory.is_dir():
-        if not (directory / "config.json").exists():
+        if not (directory / "config.json").exists() and not (directory / ADAPTER).exists():
             raise ValueError(f"{directory}: no config.json, so this is not a model directory; give the folder that holds it")
-        return directory
+        return without_adapter(directory)
     if name in EMBEDDED:
         return _once(cache_dir() / name, lambda temporary: _convert(name, temporary))
     kind, _, rest = name.partition("-")
@@ -120,7 +125,56 @@ def resolve(name: str, revision: str | None = None) -> Path:
     if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
-    return _from_hub(name, revision)
+    return without_adapter(_from_hub(name, revision))
+
+
+def local(name: Any, what: str) -> Path:
+    """A name as the path that it may be, `~` replaced. Raises ValueError for what is no name: a number, a list, nothing."""
+    if not isinstance(name, str | Path) or not str(name).strip() or "\0" in str(name):
+        raise ValueError(f"{what}={short_repr(name)} is no name of a model; give a directory, a hub id or an embedded name")
+    try:
+        path = Path(name).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, or of an unknown user
+        raise ValueError(f"{what}={short_repr(str(name))} is no path that can be read ({first_line(error)})") from None
+    return path
+
+
+def without_adapter(directory: Path) -> Path:
+    """The directory itself. Raises ValueError if a PEFT adapter is in it: transformers applies one if `peft` is installed, and
+    passes over it without a word if not, so that the same directory would be two models."""
+    if (directory / ADAPTER).exists():
+        raise ValueError(
+            f"{directory}: {ADAPTER} says that an adapter belongs to these weights, which is not applied here; merge it into "
+            f"them (peft: merge_and_unload), or remove {ADAPTER}"
+        )
+    return directory
+
+
+def load_model(path: str | Path, **options: Any) -> Any:
+    """The plain transformers model of a directory, from JSON and safetensors alone: nothing is unpickled, no code of the
+    directory runs. options: of `from_pretrained`. Every model that is not a `CausalLM` comes through here."""
+    from transformers import AutoModelForCausalLM
+
+    directory = without_adapter(Path(path))
+    return AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, trust_remote_code=False, **options)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a directory, without its code. Raises ValueError, one line, if there is none that can be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{path}: no tokenizer that can be read ({first_line(error)})") from None
+
+
+def load_config(path: str | Path) -> Any:
+    """The transformers config of a directory, without its code."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def _once(directory: Path, make: Any) -> Path:
@@ -188,11 +242,12 @@ def _convert(name: str, directory: Path) -> None:
                 f"{name}: the fetched file has sha256 {digest.hexdigest()}, expected {embedded.sha256}; fetch it again"
             )
         model = AutoModelForCausalLM.from_pretrained(
-            scratch, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-        )
+            scratch, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32,
+            trust_remote_code=False,
+        )  # fmt: skip
         model.config._name_or_path = name
         model.save_pretrained(directory)
-        AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name).save_pretrained(directory)
+        AutoTokenizer.from_pretrained(scratch, gguf_file=gguf.name, trust_remote_code=False).save_pretrained(directory)
 
 
 def _wheel(package: str, directory: Path) -> Path:

@@ -6,26 +6,36 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, field_validator
 
-from specdec import adaptive, checkpoint, cost, method, parallel_state, rejection, sampling
+from specdec import adaptive, cost, method, parallel_state, rejection, sampling
 from specdec.adaptive import Adaptive, Scheduled
-from specdec.core import Checked, Policy, Proposer, Request, SamplingParams, nearest
+from specdec.core import (
+    Checked,
+    Policy,
+    Proposer,
+    Request,
+    SamplingParams,
+    first_line,
+    nearest,
+    parse_json,
+    short_repr,
+    whole_text,
+)
 from specdec.engine import Engine
 from specdec.method import hybrid
 from specdec.rejection import Verifier
-from specdec.stats import SpecDecodeMetrics
-from specdec.target import CausalLM, choose_device
+from specdec.stats import Metric, SpecDecodeMetrics, Totals
+from specdec.target import DTYPES, CausalLM, choose_device
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -47,6 +57,7 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "fly_entropy_threshold": (None, 0.3),
     "fly_entropy_top_k": (None, 3),
 }
+MAX_THREADS = 1024  # beyond, a typo: torch would start so many at once
 _NOT_BUILT_METHODS = ("medusa", "dflash", "dspark")
 _ALIASES = {"mlp_speculator": "mlp"}  # vLLM's name up to 0.32
 _PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}  # what a method is called here when it drafts in one pass
@@ -63,7 +74,6 @@ class SpeculativeConfig(Checked):
     `shared_storage_path` and `include_output_tokens` of extract_hidden_states are settings of a connector in vLLM.
     """
 
-    model_config = ConfigDict(strict=True)  # true is not 1 here, nor "5" 5
     what = "speculative_config key"
     aliases = (*_NOT_BUILT, "tensor_parallel_size")
 
@@ -111,13 +121,15 @@ class SpeculativeConfig(Checked):
         """From JSON text, or the object itself; None means no speculation."""
         if isinstance(given, str):
             try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"speculative_config is not JSON: {error.msg} at character {error.pos} of {given!r}") from None
+                given = parse_json(given, "speculative_config")
+            except ValueError as error:
+                raise ValueError(f"{error}: {short_repr(given)}") from None
         if given is None:
             return cls(method="none")
         if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-            raise ValueError(f"speculative_config={given!r} must be a JSON object, such as {{'method': 'ngram', ...}}")
+            raise ValueError(
+                f"speculative_config={short_repr(given)} must be a JSON object, such as {{'method': 'ngram', ...}}"
+            )
         return cls(**given)
 
     @property
@@ -172,7 +184,7 @@ class SpeculativeConfig(Checked):
         if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", self.model) and not Path(self.model).exists():
             return "custom_class"
         if any((Path(self.model).expanduser() / part / "config.json").exists() for part in ("", "best", "last")):
-            return checkpoint.method_of(self.model)
+            return method.of_checkpoint(self.model, self.revision)
         for mark, name in (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark")):
             if mark in lower:
                 return name
@@ -228,6 +240,17 @@ class SpeculativeConfig(Checked):
                 f"draft_tensor_parallel_size={asked}: of method {name!r} every process holds the whole drafter; use 1"
             )
 
+    def check(self, size: int = 1) -> None:
+        """Raise ValueError, one line, for what cannot work with any target: a typo is found before one is loaded. size: the
+        target's tensor_parallel_size."""
+        self.check_processes(size)
+        _, given = self._settings()
+        if (num_draft := given.get("num_speculative_tokens")) is not None:
+            rejection.build(self.rejection_sample_method, num_draft, **self._scheme_params())
+
+    def _scheme_params(self) -> dict[str, Any]:
+        return {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
+
     def _settings(self) -> tuple[str, dict[str, Any]]:
         """The method and what is said to it. Raises ValueError for what cannot work with any target."""
         name = self.resolved_method
@@ -272,7 +295,7 @@ class SpeculativeConfig(Checked):
 
     def build(self, target: CausalLM) -> tuple[Proposer, Verifier]:
         """The proposer and the rejection scheme. Raises ValueError, one line, for what cannot work."""
-        self.check_processes(target.processes.size)
+        self.check(target.processes.size)
         name, given = self._settings()
         for place, part in enumerate(self._parts() if name == "hybrid" else ()):
             try:
@@ -280,7 +303,7 @@ class SpeculativeConfig(Checked):
             except ValueError as error:
                 raise ValueError(f"proposers[{place}]: {error}") from None
         scheme, num_draft = self.rejection_sample_method, given.get("num_speculative_tokens")
-        scheme_params = {k: v for k, v in self.model_dump().items() if k.startswith("synthetic_") and v is not None}
+        scheme_params = self._scheme_params()
         for own in (given, *given.get("proposers", ())):
             if (limit := own.get("max_model_len")) is not None and limit > target.max_model_len:
                 raise ValueError(f"max_model_len={limit} of the draft is over the target's {target.max_model_len}; lower it")
@@ -289,8 +312,6 @@ class SpeculativeConfig(Checked):
                 f"num_speculative_tokens={num_draft} is beyond the {target.max_model_len} tokens that {target.name} can hold; "
                 "lower it"
             )
-        if num_draft is not None:  # what the scheme refuses is better found before a draft model is loaded
-            rejection.build(scheme, num_draft, **scheme_params)
         if self.num_speculative_tokens == "auto" and num_draft is not None:
             proposer = method.build_up_to(given.pop("num_speculative_tokens"), name, target, **given)
         else:
@@ -354,6 +375,32 @@ class RequestOutput:
     request: Request | None = field(default=None, repr=False)
 
 
+class EngineArgs(Checked):
+    """The arguments of `LLM`, checked before anything is loaded."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    what = "LLM argument"
+
+    model: str | Path
+    dtype: str | torch.dtype | None = None
+    device: str | torch.device | None = None
+    revision: str | None = None
+    max_batch_size: int = Field(8, ge=1)
+    max_model_len: int | None = Field(None, ge=2)
+    prefill_chunk_size: int = Field(512, ge=1)
+    speculative_config: dict[str, Any] | str | None = None
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
+    num_threads: int | None = Field(None, ge=1, le=MAX_THREADS)
+    tensor_parallel_size: int = Field(1, ge=1)
+
+    @field_validator("dtype")
+    @classmethod
+    def _of_weights(cls, dtype: str | torch.dtype | None) -> str | torch.dtype | None:
+        if isinstance(dtype, torch.dtype) and dtype not in DTYPES.values():
+            raise ValueError(f"LLM argument dtype={dtype} holds no weights; use {', '.join(DTYPES)}")
+        return dtype
+
+
 class LLM:
     """A target with a way to speculate.
 
@@ -362,6 +409,7 @@ class LLM:
     num_threads: torch's threads, left as they are unless given (1 is best on a CPU that others use too);
     tensor_parallel_size: processes that hold a part of the target each, in a script that `torchrun --nproc_per_node` starts.
     All of them make the same calls and get the same answers. At 1 a process is on its own, under torchrun too.
+    Raises ValueError, one line, for an argument of another type or beyond its limit.
     """
 
     def __init__(
@@ -379,18 +427,25 @@ class LLM:
         num_threads: int | None = None,
         tensor_parallel_size: int = 1,
     ):
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self.speculative_config = SpeculativeConfig.parse(speculative_config)
-        self.speculative_config.check_processes(tensor_parallel_size)  # a typo is found before the target is loaded
-        processes = parallel_state.join(tensor_parallel_size, choose_device(device))
-        self.target = CausalLM(model, dtype, device, revision, processes)
+        args = EngineArgs(
+            model=model, dtype=dtype, device=device, revision=revision, max_batch_size=max_batch_size,
+            max_model_len=max_model_len, prefill_chunk_size=prefill_chunk_size, speculative_config=speculative_config,
+            seed=seed, num_threads=num_threads, tensor_parallel_size=tensor_parallel_size,
+        )  # fmt: skip
+        if args.num_threads is not None:
+            torch.set_num_threads(args.num_threads)
+        self.speculative_config = SpeculativeConfig.parse(args.speculative_config)
+        self.speculative_config.check(args.tensor_parallel_size)  # before the target is loaded
+        device = None if args.device is None else str(args.device)
+        processes = parallel_state.join(args.tensor_parallel_size, choose_device(device))
+        self.target = CausalLM(args.model, args.dtype, device, args.revision, processes)
         proposer, verifier = self.speculative_config.build(self.target)
-        policy = self.speculative_config.policy(self.target, proposer, max_batch_size)
-        shape = max_batch_size, max_model_len, prefill_chunk_size
+        policy = self.speculative_config.policy(self.target, proposer, args.max_batch_size)
+        shape = args.max_batch_size, args.max_model_len, args.prefill_chunk_size
         self.engine = Engine(self.target, proposer, verifier, *shape, policy=policy)
-        self.seed = seed
+        self.seed = args.seed
         self._counter = itertools.count()
+        self._totals = Totals(self.target.name, proposer.num_speculative_tokens)
 
     def get_tokenizer(self) -> Any:
         return self.target.tokenizer
@@ -402,7 +457,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Decode prompts: strings, or {"prompt_token_ids": [...]}. One SamplingParams for all, or one for each."""
+        """Decode prompts: strings, or {"prompt_token_ids": [...]}. One SamplingParams for all, or one for each.
+
+        Raises ValueError, one line, for a prompt that is neither, and for one that cannot be decoded.
+        """
+        if not isinstance(prompts, str | dict | Iterable):
+            raise ValueError(f"prompts={short_repr(prompts)}: give a string, {{'prompt_token_ids': [...]}}, or a list of these")
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         params = self._params(sampling_params, len(listed))
         texts, requests = [], []
@@ -424,44 +484,60 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Decode conversations (one, or a list of them), rendered by the tokenizer's own chat template."""
+        """Decode conversations (one, or a list of them), rendered by the tokenizer's own chat template.
+
+        Raises ValueError, one line, for what is no conversation, and for one that the template refuses.
+        """
+        for key, value, kinds, hint in (
+            ("messages", messages, list | tuple, "a list of {'role': ..., 'content': ...}, or a list of such lists"),
+            ("chat_template", chat_template, str | None, "the text of a Jinja template"),
+            ("chat_template_kwargs", chat_template_kwargs, dict | None, "a mapping of the template's variables"),
+        ):
+            if not isinstance(value, kinds):
+                raise ValueError(f"{key}={short_repr(value)}: give {hint}")
         if not messages:
             raise ValueError("messages=[]: give at least one message with 'role' and 'content'")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
+        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
         tokenizer = self.target.tokenizer
         if chat_template is None and not tokenizer.chat_template:
             raise ValueError(f"{self.target.name} has no chat template (a base model?); use generate, or give chat_template=")
-        prompts = [
-            tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        rendered = [{"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in prompts]
+        options = {"chat_template": chat_template, **(chat_template_kwargs or {})}
+        texts = [render_chat(tokenizer, own, add_generation_prompt=add_generation_prompt, **options) for own in conversations]
+        rendered = [{"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in texts]
         return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
+
+    def get_metrics(self) -> list[Metric]:
+        """Sums over all requests that have finished, under the names that vLLM's method of this name has: `Counter` (`value`)
+        and `Vector` (`values`) of `specdec.stats`, where it says how values differ from vLLM's."""
+        return self._totals.metrics()
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
+        if not isinstance(given, list | tuple) or not all(isinstance(own, SamplingParams) for own in given):
+            raise ValueError(
+                f"sampling_params={short_repr(given)}: give SamplingParams(...), or a list with one for each prompt"
+            )
         if len(given) != count:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all or one for each")
         return list(given)
 
     def _tokenize(self, prompt: str | dict[str, Any]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, list(self.target.tokenizer(prompt)["input_ids"])
+            return prompt, list(self.target.tokenizer(whole_text(prompt, "prompt"))["input_ids"])
+        if not isinstance(prompt, dict):
+            raise ValueError(f"prompt {short_repr(prompt)} is neither a string nor {{'prompt_token_ids': [...]}}")
         for key in prompt:
             if key not in ("prompt", "prompt_token_ids"):
-                raise ValueError(f"unknown prompt key {key!r}; {nearest(key, ('prompt', 'prompt_token_ids'))}")
+                raise ValueError(f"unknown prompt key {key!r}; {nearest(str(key), ('prompt', 'prompt_token_ids'))}")
+        text = prompt.get("prompt")
+        if not isinstance(text, str | None):
+            raise ValueError(f"prompt={short_repr(text)} must be a string")
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
-        if "prompt" not in prompt:
+            return text, token_ids(prompt["prompt_token_ids"], "prompt_token_ids")
+        if text is None:
             raise ValueError("a prompt object needs 'prompt' or 'prompt_token_ids'")
-        return self._tokenize(prompt["prompt"])
+        return self._tokenize(text)
 
     def _run(self, texts: list[str | None], requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
@@ -470,8 +546,8 @@ class LLM:
         self.engine.clear()
         finished = self.engine.run(requests)
         silent = not use_tqdm or not self.target.processes.leads
-        for _ in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
-            pass
+        for request in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
+            self._totals.add(request)
         return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]
 
     def _output(self, text: str | None, request: Request) -> RequestOutput:
@@ -481,6 +557,40 @@ class LLM:
             metrics = SpecDecodeMetrics.of(request.stats, self.engine.proposer.num_speculative_tokens)
         completion = CompletionOutput(0, answer, request.output_token_ids, request.finish_reason, request.stop_reason, metrics)
         return RequestOutput(request.id, text, request.prompt_token_ids, [completion], request=request)
+
+
+def token_ids(given: Any, key: str) -> list[int]:
+    """Token ids as a list of ints. given: a list, a tuple, or a one-dimensional array or tensor of integers. Raises ValueError
+    for anything that would have to be cast: text, floats, booleans."""
+    values = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{key}={short_repr(given)} must be a list of token ids")
+    ids = []
+    for place, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ValueError(f"{key}[{place}]={short_repr(value)} is no token id; ids are integers")
+        ids.append(int(value))
+    return ids
+
+
+def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
+    """The text of a conversation by the tokenizer's chat template, with `add_generation_prompt` and other options of
+    `apply_chat_template`. Raises ValueError, one line, for what is no conversation, and where the template fails."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"messages={short_repr(messages)}: a conversation is a list of {{'role': ..., 'content': ...}}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {short_repr(message)} needs a 'role', such as 'user', and 'content'")
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ValueError(f"content={short_repr(content)} of a message must be text, or a list of parts")
+        if content is None and message["role"] in ("user", "system"):
+            raise ValueError(f"message {short_repr(message)} needs 'content'; give its text")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:  # a template is a program, and raises what it likes
+        raise ValueError(f"the chat template refuses the messages ({first_line(error)}); mend one of them") from None
+    return whole_text(str(text), "the conversation")
 
 
 def answer_text(request: Request, tokenizer: Any) -> str:

@@ -8,7 +8,6 @@ loop with a single user. First turns of the tasks only: when a second turn comes
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
 import zlib
@@ -19,7 +18,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from specdec.core import Request, SamplingParams, Step, nearest
+from specdec.core import Request, SamplingParams, Step, nearest, parse_json
 from specdec.engine import Engine
 from specdec.llm import derived_seed
 from specdec.stats import Served
@@ -118,15 +117,15 @@ def trace(path: Path | str) -> list[Arrival]:
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line.decode())
+            row = parse_json(line.decode(), where)
         except UnicodeDecodeError as error:
             if number == len(lines) and error.reason == "unexpected end of data":
                 break
             raise ValueError(f"{where}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from None
-        except ValueError as error:
+        except ValueError:
             if number == len(lines):
                 break
-            raise ValueError(f"{where}: not JSON ({str(error)[:80]})") from None
+            raise
         at = row.get("arrival_s") if isinstance(row, dict) else None
         if not _is_number(at) or not 0 <= at < math.inf:
             raise ValueError(f"{where}: needs 'arrival_s', seconds from 0 on, and has {at!r}")
@@ -359,9 +358,14 @@ class Record:
         self.served.append(served)
         self.answered[name] = request.output_token_ids
 
+    def each(self, number: Callable[[Served], float]) -> list[float]:
+        """A number of each request, in the order of their names: of two records, pairs."""
+        by_name = sorted(zip(self.answered, self.served, strict=True), key=lambda pair: pair[0])
+        return [number(served) for _, served in by_name]
+
     def end_to_end(self) -> list[float]:
-        """Seconds of each request, in the order of their names: of two records, pairs."""
-        return [one.end_to_end for _, one in sorted(zip(self.answered, self.served, strict=True), key=lambda pair: pair[0])]
+        """Seconds of each request from arrival to its last token."""
+        return self.each(lambda served: served.end_to_end)
 
 
 def take_turns(

@@ -6,6 +6,7 @@ heavy is imported here, so that Ctrl-C while torch is being imported ends in one
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import os
@@ -78,6 +79,20 @@ def one_line() -> Iterator[None]:
         lock.release()
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+class Parser(argparse.ArgumentParser):
+    """For scripts without Hydra: a mistake on the command line is one line here too."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{message}; see --help")
+
+
+def count(text: str) -> int:
+    """An argument that must be a number from 1 on."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
+    return int(text)
 
 
 def _terminate(number: int, frame: Any) -> None:

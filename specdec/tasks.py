@@ -13,21 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.core import Request, SamplingParams, first_line
+from specdec.core import Request, SamplingParams, parse_json, short_repr
 from specdec.engine import Engine
-from specdec.llm import derived_seed
+from specdec.llm import derived_seed, render_chat
 
 DEMO = Path(__file__).parent / "assets" / "demo.jsonl"
 
 
 @dataclass(frozen=True)
 class Task:
-    """User turns, answered one after the other as one conversation; system: a message in front of them."""
+    """User turns, answered one after the other as one conversation; system: a message in front of them; tools: the JSON text of
+    the functions that may be called, for the chat template."""
 
     id: str
     category: str
     turns: tuple[str, ...]
     system: str | None = None
+    tools: str | None = None
 
 
 def load(path: Path | str, limit: int | None = None) -> list[Task]:
@@ -35,12 +37,16 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
 
     limit: so many tasks, taken from the categories in turn. A malformed line is a ValueError with its number.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"task.path={short_repr(path)} is no path of a file")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ValueError(f"limit={limit}: at least 1 task is needed")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"task.path={path}: no such file")
     tasks: list[Task] = []
     seen: set[str] = set()
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 task = _parse(line, f"{path}, line {number}", number)
@@ -50,28 +56,19 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
                 tasks.append(task)
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
-    if limit is None:
-        return tasks
-    if limit < 1:
-        raise ValueError(f"limit={limit}: at least 1 task is needed")
-    return _spread(tasks, limit)
+    return tasks if limit is None else _spread(tasks, limit)
 
 
-def _parse(line: str, where: str, number: int) -> Task:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON that can be read ({first_line(error)})") from None
+def _parse(line: bytes, where: str, number: int) -> Task:
+    row = parse_json(line, where)
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{where}: needs 'turns', a list of non-empty user turns")
-    name, category = str(row.get("id", row.get("question_id", number))), str(row.get("category", "all"))
-    for text in (name, category, *turns):
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError(f"{where}: {text[:40]!r} holds half of a surrogate pair, which is no text")
-    return Task(name, category, tuple(turns))
+    name, category = row.get("id", row.get("question_id", number)), row.get("category", "all")
+    for key, value, kinds in (("id", name, str | int), ("category", category, str)):
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ValueError(f"{where}: {key}={short_repr(value)} must be text{' or a number' if key == 'id' else ''}")
+    return Task(str(name), category, tuple(turns))
 
 
 def _spread(tasks: list[Task], limit: int) -> list[Task]:
@@ -84,7 +81,9 @@ def _spread(tasks: list[Task], limit: int) -> list[Task]:
     return [tasks[place] for place in sorted(place for _, place in sorted(order)[:limit])]
 
 
-def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str], system: str | None = None) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, turns: list[str], answers: list[str], system: str | None = None, tools: str | None = None
+) -> list[int]:
     """Token ids of a conversation up to its last user turn: by the chat template if there is one, else as plain text."""
     if not tokenizer.chat_template:
         text = f"{system}\n\n" if system else ""
@@ -95,7 +94,8 @@ def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str], system: str
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    given = json.loads(tools) if tools else None
+    text = render_chat(tokenizer, messages, tools=given, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -121,7 +121,7 @@ def decode(
             if name in answered:
                 answers.append(text_of(answered[name]))
                 continue
-            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system)
+            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system, task.tools)
             of[name] = (task, turn)
             own = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
             return Request(name, ids, params, own, task.category)
@@ -165,12 +165,14 @@ def request_id(task: Task, turn: int) -> str:
 
 def fingerprint(tasks: list[Task]) -> str:
     """A hash of what is asked, for telling whether two runs had the same prompts."""
-    text = json.dumps([(task.id, task.turns, task.system) if task.system else (task.id, task.turns) for task in tasks])
+    last = [("tools", task.tools) if task.tools else () for task in tasks]
+    own = [(task.id, task.turns, task.system) if task.system else (task.id, task.turns) for task in tasks]
+    text = json.dumps([(*first, *more) for first, more in zip(own, last, strict=True)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prepare(engine: Engine, tasks: list[Task], params: SamplingParams) -> None:
     """Check the tasks' first turns and make room for them: errors come before anything runs."""
     tokenizer = engine.target.tokenizer
-    first = [prompt_ids(tokenizer, [task.turns[0]], [], task.system) for task in tasks]
+    first = [prompt_ids(tokenizer, [task.turns[0]], [], task.system, task.tools) for task in tasks]
     engine.prepare(*(Request(request_id(task, 1), ids, params) for task, ids in zip(tasks, first, strict=True)))

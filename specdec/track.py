@@ -32,8 +32,8 @@ _WRITTEN = (  # names that runs write under
     "run.png", "train.png", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
     "cost.json", "cost.png", WANDB_ID,
 )  # fmt: skip
-_LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "proposer")
-_TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "decode_s")
+_LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "cpu_s", "proposer")
+_TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "prefill_cpu_s", "decode_s")
 
 
 def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:

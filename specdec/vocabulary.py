@@ -110,6 +110,42 @@ def shared(target: CausalLM, draft: CausalLM) -> Shared:
     return found
 
 
+def check_same_tokens(target: CausalLM, tokenizer: Any, name: str, advice: str) -> None:
+    """Hold a draft model's tokenizer against the target's: vocabularies of one size may be of other tokens, and then no draft
+    is ever accepted.
+
+    Raises ValueError, one line that ends with `advice`, if an id is an ordinary token of both, and not the same one. Special
+    and added tokens, and ids that one of them lacks, differ between fine-tunes of one model: a line on stderr counts them.
+    """
+    both = [(tokens_by_id(each, target.vocab_size), added_ids(each)) for each in (target.tokenizer, tokenizer)]
+    (theirs, their_added), (own, own_added) = both
+    differing = sorted(i for i in set(theirs) | set(own) if theirs.get(i) != own.get(i))
+    ordinary = [i for i in differing if i in theirs and i in own and i not in their_added | own_added]
+    if ordinary:
+        first = ordinary[0]
+        raise ValueError(
+            f"the draft model {name} has another tokenizer than the target {target.name}: {len(ordinary)} ids are other "
+            f"tokens, such as {first}, which is {own[first]!r} and {theirs[first]!r}; {advice}"
+        )
+    if differing and target.processes.leads:
+        first = differing[0]
+        print(
+            f"note: {len(differing)} special or unused ids of the draft model {name} are not those of {target.name}, such as "
+            f"{first}, which is {own.get(first)!r} and {theirs.get(first)!r}; drafts of these are rejected",
+            file=sys.stderr,
+        )
+
+
+def tokens_by_id(tokenizer: Any, vocab_size: int) -> dict[int, str]:
+    """The spelling of every id that has a row in a model of that many."""
+    return {i: token for token, i in tokenizer.get_vocab().items() if 0 <= i < vocab_size}
+
+
+def added_ids(tokenizer: Any) -> set[int]:
+    """Ids of special tokens and of those that were added to the vocabulary proper."""
+    return set(getattr(tokenizer, "added_tokens_decoder", {})) | set(getattr(tokenizer, "all_special_ids", ()))
+
+
 def _substitute(draft: CausalLM, what: str) -> int:
     """The draft model's token for text that it has no token for."""
     for key in ("unk_token_id", "eos_token_id"):
@@ -142,7 +178,7 @@ def meanings(tokenizer: Any, vocab_size: int) -> dict[bytes | str, int]:
     Of several ids with one meaning the first counts, but an ordinary token before a byte token: SentencePiece takes `<0x61>`
     only where the vocabulary lacks `a`.
     """
-    token_of = {i: token for token, i in tokenizer.get_vocab().items() if 0 <= i < vocab_size}
+    token_of = tokens_by_id(tokenizer, vocab_size)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i for i, token in added.items() if token.special} | set(getattr(tokenizer, "all_special_ids", ()))
     spelling = spelling_of(tokenizer)

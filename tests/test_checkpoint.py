@@ -9,8 +9,10 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -24,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from test_cli import OFFLINE, Cli, call, rows_of
 from test_drafters import changed, made_once
 from torch import Tensor
-from transformers import AutoConfig
 
 from specdec import checkpoint, hub, method
 from specdec.chain import ChainDrafter
@@ -33,6 +34,7 @@ from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
 from specdec.drafter import Init
+from specdec.llm import SpeculativeConfig
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.target import CausalLM
@@ -195,7 +197,7 @@ def test_any_float_type_comes_back(engine: str, dtype: torch.dtype, tmp_path: Pa
 @pytest.mark.parametrize("name", ["eagle", "eagle-geometry", "eagle3", "eagle3-geometry", "eagle3-qwen3-layer"])
 def test_transformers_reads_the_layer_as_we_mean_it(name: str, tmp_path: Path) -> None:
     """Engines build the layer from what transformers makes of config.json."""
-    shape = AutoConfig.from_pretrained(written(tmp_path, name, "vllm"))
+    shape = hub.load_config(written(tmp_path, name, "vllm"))
     for key, value in trained(name).config["geometry"].items():
         assert getattr(shape, key) == value, key
 
@@ -574,6 +576,10 @@ def test_what_is_written_loads_where_it_should(name: str, engine: str, tmp_path:
         else {"sglang"}
         if engine == "sglang" and kind == "eagle"
         else LOADS[kind]
+    )
+    looked_at = set(lint.ENGINES) if kind == "mlp" else {"vllm", "sglang", "speculators"}
+    assert {one.engine for one in lint.check(tmp_path, target)} == looked_at, (
+        "of others nothing is known, and nothing is claimed"
     )
     if name in ONE_ENGINE or "gemma" in name:
         expected = expected - {"sglang"}
@@ -1143,8 +1149,9 @@ def test_a_draft_model_is_shared_as_it_is(
     done = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
     assert done.code == 0, done.err
     spec = {"method": "draft_model", "model": "shared"} | ({"parallel_drafting": True} if script == "pard" else {})
-    command = re.search(r"vllm serve tiny-llama --speculative-config '(.*)'", (tmp_path / "shared" / "README.md").read_text())
+    command = re.search(r"vllm serve TARGET --speculative-config '(.*)'", (tmp_path / "shared" / "README.md").read_text())
     assert command is not None
+    assert "TARGET: the directory or hub id of tiny-llama." in (tmp_path / "shared" / "README.md").read_text()
     assert spec.items() <= json.loads(command[1]).items()
     ours, theirs = (load_file(path / "model.safetensors") for path in (run / "last", tmp_path / "shared"))
     assert ours.keys() == theirs.keys()
@@ -1225,7 +1232,7 @@ def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[
     whole = changed(ships(name), tmp_path / "whole", lambda held: None)
     edited(whole, **told)
     assert verdict(whole) == {"vllm", "sglang"}, lint.check(whole)
-    assert "names and shapes as vLLM 0.33 wants" in of(lint.check(whole), "vllm", "ok")
+    assert "names and shapes as vLLM 0.32, 0.33 wants" in of(lint.check(whole), "vllm", "ok")
     names = sorted(shipped.held(whole, config))
     optional = ("embed_tokens.weight", "shared_head.head.weight")
     for i, key in enumerate(names):
@@ -1447,7 +1454,9 @@ def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: C
 def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     config = {"num_modules": 2, "own_lm_head": False, "draft_vocab_size": VOCAB}
-    native.save(tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {"a": torch.ones(1)}), {}, "")
+    native.save(
+        tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {key: torch.ones(1) for key in "ab"}), {}, ""
+    )
     error = share("checkpoint=ours", "format=native", "out=x", "num_speculative_tokens=3").error
     assert "num_speculative_tokens=3 is over the 2 of this drafter (num_modules)" in error
     native.save(tmp_path / "ours", Checkpoint("peagle", {"num_depths": "x"}, {}, {"a": torch.ones(1)}), {}, "")
@@ -1457,12 +1466,55 @@ def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
 def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
-    for i, (given, count) in enumerate((((), 5), (("num_speculative_tokens=7",), 7))):
+    for i, (given, count) in enumerate((((), 3), (("num_speculative_tokens=7",), 7))):
         done = share("checkpoint=ours", "format=speculators", f"out=out-{i}", *given)
         assert done.code == 0, done.err
         config = json.loads((tmp_path / f"out-{i}" / "config.json").read_text())
         assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
         assert f'"num_speculative_tokens": {count}' in done.out
+
+
+@pytest.mark.parametrize("start", ["a run", "weights alone", "a speculators directory"])
+def test_every_export_of_a_drafter_drafts_as_many_tokens(start: str, run: Path, share: Cli, tmp_path: Path) -> None:
+    """As it was trained to be served, as its config says, or as is usual: in commands, cards and configs alike."""
+    source, count = run, 3
+    if start != "a run":
+        (tmp_path / "ours").mkdir()
+        native.save(tmp_path / "ours", trained("eagle3"), {"identity": {"eval": {"num_speculative_tokens": None}}}, "")
+        source = tmp_path / "ours"
+    if start == "a speculators directory":
+        assert share(f"checkpoint={source}", "format=speculators", "out=theirs", "num_speculative_tokens=6").code == 0
+        source, count = tmp_path / "theirs", 6
+    for format in ("vllm", "sglang", "speculators"):
+        done = share(f"checkpoint={source}", f"format={format}", f"out={format}", "target=tiny-llama")
+        assert done.code == 0, done.err
+        card = (tmp_path / format / "README.md").read_text()
+        named = re.findall(r'num_speculative_tokens": (\d+)|num-steps (\d+)', done.out + card)
+        assert {a or b for a, b in named} == {str(count)}
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
+
+
+def test_a_serve_command_names_a_target_that_engines_find(share: Cli, tmp_path: Path) -> None:
+    """They take a name of ours, or the last part of a directory, for a hub id."""
+    shutil.copytree(hub.resolve("tiny-llama"), tmp_path / "models" / "mine")
+    for name, here, card in (
+        ("tiny-llama", str(hub.resolve("tiny-llama")), "TARGET"),
+        (str(tmp_path / "models" / "mine"), str(tmp_path / "models" / "mine"), "TARGET"),
+        ("models/mine", "models/mine", "TARGET"),
+        ("org/model", "org/model", "org/model"),
+        ("gone/with/it", "TARGET", "TARGET"),
+    ):
+        shutil.rmtree(tmp_path / "ours", ignore_errors=True)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (tmp_path / "ours").mkdir()
+        made = trained("eagle3")
+        native.save(tmp_path / "ours", replace(made, target=made.target | {"name": name}), {}, "")
+        done = share("checkpoint=ours", "out=out")
+        assert done.code == 0, done.err
+        assert f"vllm serve {here} --speculative-config" in done.out
+        assert f"vllm serve {card} --speculative-config" in (tmp_path / "out" / "README.md").read_text()
+        assert f"--model-path {card} " in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_command_names_the_directory_as_it_was_given(share: Cli, tmp_path: Path) -> None:
@@ -1486,3 +1538,105 @@ def test_a_draft_model_for_another_target_has_no_numbers(conversations: Path, sh
     told = json.loads((tmp_path / "out" / "provenance.json").read_text())
     assert told["identity"]["target"] == "tiny-llama"
     assert told["shared"]["command"]
+
+
+# ------------------------------------------------------------------------- what a checkpoint may not say
+
+
+def test_a_checkpoint_names_a_method_that_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_line: Any) -> None:
+    """A downloaded directory called like a module, whose config.json says custom_class, would have that module imported."""
+    trap = tmp_path / "trap.py"
+    trap.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Class: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    directory = native_eagle3(Path("trap.Class"))
+    for name in ("custom_class", "ngram", "none", "nope"):
+        rewrite_config(directory, {"method": name})
+        action = lambda: SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())
+        one_line(action, "trap.Class", f"config.json names method {name!r}, which has no checkpoints")
+        assert not (tmp_path / "ran").exists()
+    rewrite_config(directory, {"method": "eagle3"})
+    assert SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())[0].num_speculative_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+        ({"num_hidden_layers": "1"}, "num_hidden_layers is '1'"),
+        ({"geometry": {"intermediate_size": 2**40}}, "intermediate_size is 1099511627776"),
+        ({"geometry": {"num_attention_heads": 0}}, "num_attention_heads is 0"),
+        ({"own_lm_head": "yes"}, "own_lm_head is 'yes'"),
+        ({"num_depths": 2**31}, "num_depths is 2147483648"),
+    ],
+)
+def test_sizes_are_held_against_the_tensors(change: dict[str, Any], words: str, tmp_path: Path, one_line: Any) -> None:
+    """Before a module of that size is made, which would take for ever or all memory."""
+    directory = native_eagle3(tmp_path / "drafter")
+    rewrite_config(directory, {"drafter": json.loads((directory / "config.json").read_text())["drafter"] | change})
+    began = time.monotonic()
+    one_line(lambda: native.load(directory), str(directory), words)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("engine", [None, "vllm", "speculators"])
+@pytest.mark.parametrize("dtype", ["I32", "U32"])
+def test_weights_labelled_as_integers_are_refused(engine: str | None, dtype: str, tmp_path: Path, one_line: Any) -> None:
+    directory = native_eagle3(tmp_path / "drafter") if engine is None else written(tmp_path, "eagle3", engine)
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["fc.weight"]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    kind = {"I32": "int32", "U32": "uint32"}[dtype]
+    one_line(lambda: checkpoint.load(directory), f"fc.weight is {kind}, and should be a weight")
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_an_adapter_beside_a_drafter_is_not_passed_over(engine: str | None, tmp_path: Path, one_line: Any) -> None:
+    directory = native_eagle3(tmp_path / "drafter") if engine is None else written(tmp_path, "eagle3", engine)
+    (directory / hub.ADAPTER).write_text("{}")
+    one_line(lambda: checkpoint.load(directory), str(directory), hub.ADAPTER, "merge it")
+
+
+@pytest.mark.parametrize("placed", [5, [1], {"fc.weight": 5}])
+def test_an_index_gives_each_tensor_a_file(placed: Any, tmp_path: Path, one_line: Any) -> None:
+    directory = written(tmp_path, "eagle3", "vllm")
+    (directory / foreign.INDEX).write_text(json.dumps({"weight_map": placed}))
+    one_line(lambda: checkpoint.load(directory), str(directory), foreign.INDEX, "weight_map")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "\0", '{"a": ' + "9" * 5000 + "}"])
+def test_json_that_no_parser_takes(text: str, tmp_path: Path, one_line: Any) -> None:
+    directory = native_eagle3(tmp_path / "drafter")
+    (directory / "config.json").write_text(text)
+    for action in (native.load, checkpoint.load, checkpoint.method_of, foreign.read_config):
+        one_line(lambda action=action: action(directory), str(directory), "config.json cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("num_speculative_tokens=1.5", "num_speculative_tokens=1.5"),
+        ("num_speculative_tokens=true", "num_speculative_tokens=True"),
+        ("format=5", "format=5"),
+        ("target=[a]", "target=['a']"),
+        ("private=yes", "private='yes'"),
+        ("out=''", "out=''"),
+    ],
+)
+def test_share_takes_what_its_keys_are(argument: str, words: str, share: Cli) -> None:
+    assert words in share("checkpoint=x", *([] if argument.startswith("out=") else ["out=y"]), argument).error
+
+
+def native_eagle3(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    native.save(directory, Eagle3.fresh(loaded(), {}, Init()), {}, "")
+    return directory
+
+
+def rewrite_config(directory: Path, change: dict[str, Any]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))

@@ -603,7 +603,7 @@ def test_the_jobs_of_two_sweeps_compare(sweeps: list[Path], tmp_path: Path, cli:
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
     assert done.code == 0, done.err
     # a line of each table
-    assert all(done.out.count(f"{name}/{i}-") == 2 for name in ("one", "two") for i in (0, 1)), done.out
+    assert all(done.out.count(f"│ {name}/{i}-") == 2 for name in ("one", "two") for i in (0, 1)), done.out
     png = (tmp_path / "both" / "compare.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 10_000
@@ -612,7 +612,7 @@ def test_the_jobs_of_two_sweeps_compare(sweeps: list[Path], tmp_path: Path, cli:
 def test_the_table_of_a_sweep_can_be_read(sweeps: list[Path], tmp_path: Path, cli: Cli) -> None:
     """As `make demo` ends: the jobs of a sweep in one table, in a file or a terminal of 150 columns."""
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
-    lines = [line for line in done.out.splitlines() if "one/" in line or "two/" in line]
+    lines = [line for line in done.out.splitlines() if line.startswith("│") and ("one/" in line or "two/" in line)]
     assert ["ngram" in line for line in lines[:4]] == [False, True, False, True], done.out
     assert len(lines) == 8, "then the categories"
 
@@ -724,3 +724,78 @@ def test_a_benchmark_that_cannot_start_takes_no_directory(tmp_path: Path, cli: C
     where = f"out_dir={tmp_path / 'bench'}"
     assert "no such directory" in cli("bench", "model=tiny", "model.path=/nowhere", where).error
     assert not (tmp_path / "bench").exists()
+
+
+# ------------------------------------------------------------------------------------- values and their kinds
+
+
+KINDS = [
+    (("run", "method=hybrid", "method.proposers={}"), "method.proposers={} must be"),
+    (("run", "hydra/launcher=nope"), "hydra/launcher/nope"),
+    (("run", "hydra.nope=1"), "hydra.nope"),
+    (("run", "--nope"), "unknown option '--nope'"),
+    (("run", "--cfg", "nope"), "--cfg=nope: use one of job, hydra, all"),
+    (("run", "model.path=''"), "model.path='' must be text"),
+    (("run", "model.path=5"), "model.path=5 must be text"),
+    (("run", "task.path=[a]"), "task.path=['a'] must be text"),
+    (("run", "seed=1180591620717411303424"), "seed=1180591620717411303424 must be a number, an integer of 64 bits"),
+    (("run", "num_threads=1000000"), "num_threads=1000000"),
+    (("run", "sampling.skip_special_tokens=1"), "sampling.skip_special_tokens=1 must be true or false"),
+    (("run", "sampling.stop_token_ids=[1.5]"), "sampling.stop_token_ids=[1.5] must be a list of numbers"),
+    (("run", "-m", "limit=1,maybe"), "limit='maybe' must be a number"),
+    (("run", "cost_table=/nowhere/x", "enable_adaptive_verification=true"), "/nowhere: x cannot be read"),
+    (("bench", "dtypes=[1]"), "dtypes=[1] must be a list of types"),
+    (("bench", "threads=[0]"), "threads=[0] must be a list of numbers of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), KINDS, ids=lambda value: " ".join(value)[:40])
+def test_a_value_of_another_kind_is_one_line(arguments: tuple[str, ...], words: str, tmp_path: Path, cli: Cli) -> None:
+    name, *rest = arguments
+    assert words in cli(name, "model=tiny", f"out_dir={tmp_path / 'run'}", *rest).error
+
+
+@pytest.mark.parametrize("value", ["auto", "1.5", "true", "[3]"])
+def test_training_drafts_a_number_of_tokens(value: str, tmp_path: Path, cli: Cli) -> None:
+    where = {"folder": EVAL.parent / "train"}
+    error = cli("eagle", "model=tiny", f"method.num_speculative_tokens={value}", f"out_dir={tmp_path / 'run'}", **where).error
+    assert "method.num_speculative_tokens=" in error
+    assert "must be a number" in error or "valid integer" in error
+
+
+def test_hydras_own_options_still_work(cli: Cli) -> None:
+    done = cli("run", "model=tiny", "--cfg", "job")
+    assert done.code == 0, done.err
+    assert "prefill_chunk_size: 512" in done.out
+
+
+@pytest.mark.parametrize(("key", "value"), [("include_stop_str_in_output", "true"), ("skip_special_tokens", "false")])
+def test_how_text_is_written_can_be_said(key: str, value: str, tmp_path: Path, cli: Cli) -> None:
+    done = cli("run", *SMALL, "baseline=false", f"sampling.{key}={value}", f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    assert all(row["sampling"][key] is json.loads(value) for row in rows_of(tmp_path / "run" / "requests.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"overall": 5}, "overall=5"), ({"seed": "x"}, "seed='x'"), ({"categories": []}, "categories=[]"),
+        ({"overall": {"speedup": "x"}}, "overall.speedup='x'"), ({"sampling": None}, "sampling=None"),
+    ],
+)  # fmt: skip
+def test_a_summary_of_other_types_is_named(
+    change: dict[str, Any], words: str, finished: Finished, tmp_path: Path, cli: Cli
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(finished[0], other)
+    summary = json.loads((other / "summary.json").read_text())
+    for key, value in change.items():
+        summary[key] = summary[key] | value if isinstance(value, dict) else value
+    (other / "summary.json").write_text(json.dumps(summary))
+    assert words in cli("compare", finished[0], other).error
+    assert words in cli("profile_cost", "model=tiny", "method=draft_model", "method.model=tiny", f"acceptance={other}").error
+
+
+@pytest.mark.parametrize("arguments", [(), ("--nope",), ("a", "--out")])
+def test_scripts_without_hydra_end_in_one_line(arguments: tuple[str, ...], cli: Cli) -> None:
+    assert "see --help" in cli("compare", *arguments).error

@@ -14,7 +14,6 @@ import pytest
 import torch
 from laws import chi_square
 from test_exact import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
-from transformers import AutoModelForCausalLM
 
 from specdec import hub, rejection, sampling
 from specdec.core import Draft, Request, SamplingParams
@@ -32,7 +31,7 @@ def loaded(name: str) -> CausalLM:
 
 @cache
 def reference(name: str) -> list[list[int]]:
-    theirs = AutoModelForCausalLM.from_pretrained(hub.resolve(name), dtype=torch.float32).to(DEVICE).eval()
+    theirs = hub.load_model(hub.resolve(name), dtype=torch.float32).to(DEVICE).eval()
     answers = []
     for prompt, most in zip(tiny_prompts(), MAX_TOKENS, strict=True):
         ids = torch.tensor([prompt], device=DEVICE)

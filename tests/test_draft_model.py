@@ -28,7 +28,7 @@ from test_eagle import SAMPLES, close, decode, gradients, plain, prompts, sample
 from test_methods import context
 from test_train import TRAIN, WORKER, conversations, same, same_rows, state_of, stop_at
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import hub, method
 from specdec.checkpoint import causal_lm
@@ -248,7 +248,7 @@ def test_mask_tokens_in_plain_words(variant: str) -> None:
     loss, _, grads = gradients(trained, Tokens(torch.device("cpu"))([document]))
 
     length = len(document.token_n)
-    theirs = AutoModelForCausalLM.from_pretrained(written(trained), attn_implementation="eager").train()
+    theirs = hub.load_model(written(trained), attn_implementation="eager").train()
     ids = torch.from_numpy(np.concatenate([document.token_n, np.full((num_depths - 1) * length, MASK)]))
     place = [(i, p) for i in range(num_depths) for p in range(length)]
     sees = torch.zeros(len(place), len(place), dtype=torch.bool)
@@ -449,14 +449,14 @@ def test_a_checkpoint_is_a_plain_model(kind: str, variant: str) -> None:
     names = set(load_file(directory / "model.safetensors"))
     tied = json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
     assert ("lm_head.weight" in names) == (not tied)
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
     ours, tokens = CausalLM(directory, "float32", "cpu"), prompts(60)[0]
     cache_ = ours.new_cache()
     cache_.reserve(1, 64)
     logits = ours.forward(cache_, torch.tensor(tokens), np.array([0]), np.array([60])).logits
     close(logits, theirs(torch.tensor([tokens])).logits[0].detach(), 1e-4)
     assert ours.eos_token_ids == target.eos_token_ids
-    assert AutoTokenizer.from_pretrained(directory)("a mat")["input_ids"] == target.tokenizer("a mat")["input_ids"]
+    assert hub.load_tokenizer(directory)("a mat")["input_ids"] == target.tokenizer("a mat")["input_ids"]
     assert {"README.md", "provenance.json", "generation_config.json"} <= {path.name for path in directory.iterdir()}
     again = KINDS[kind].opened(target, str(directory), None)
     assert again.tensors is not None
@@ -613,7 +613,7 @@ def test_choosing_a_mask_token(one_line: Any) -> None:
 def test_the_mask_token_of_the_demo_data() -> None:
     """SmolLM2's tokenizer fills its vocabulary, so it is a special token that stands for nothing in a conversation."""
     path = hub.resolve(hub.DEFAULT)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = hub.load_tokenizer(path)
     samples = data.load(data.DEMO, tokenizer, 49152, 1024, limit=50).samples
     token = data.mask_token(samples, tokenizer, 49152)
     assert tokenizer.added_tokens_decoder[token].special

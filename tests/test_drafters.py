@@ -30,7 +30,7 @@ from test_cli import OFFLINE, call, ended, rows_of
 from test_eagle import REDUCED, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from test_train import TRAIN, conversations, same, same_rows, state_of, stop_at, train
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3NextConfig
 
 from specdec import hub, method, rejection
 from specdec.checkpoint import mtp as shipped
@@ -877,7 +877,7 @@ def by_transformers(directory: Path, scratch: Path, count: int) -> list[Any]:
             tensors[key.replace("mtp.layers.0.", "model.layers.3.")] = tensors.pop(key)
     save_file(tensors, scratch / "model.safetensors", {"format": "pt"})
     (scratch / "config.json").write_text(json.dumps(config))
-    model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, attn_implementation="eager").eval()
+    model = hub.load_model(scratch, dtype=torch.float32, attn_implementation="eager").eval()
     return list(model.model.layers[3:])
 
 
@@ -893,7 +893,7 @@ def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callab
     output = decode(target, proposer, prompts(*lengths))
     assert output == decode(target, method.build("none", target), prompts(*lengths))
     assert {len(one.drafted) for one in asked} == set(range(1, num_draft + 1))
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
     for prompt, said in zip(prompts(*lengths), output, strict=True):
         ids = torch.tensor([prompt])
         how = {"do_sample": False, "max_new_tokens": 14, "min_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
@@ -960,11 +960,11 @@ def test_tuned_modules_go_back_into_their_target(name: str, ships: Callable[[str
     assert again.tensors is not None
     assert again.tensors.keys() == saved.tensors.keys()
     assert all(torch.equal(again.tensors[key], tensor) for key, tensor in saved.tensors.items())
-    assert AutoConfig.from_pretrained(tmp_path / "tuned").num_nextn_predict_layers == count
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.float32, output_loading_info=True)
+    assert hub.load_config(tmp_path / "tuned").num_nextn_predict_layers == count
+    model, told = hub.load_model(tmp_path / "tuned", dtype=torch.float32, output_loading_info=True)
     assert not told["missing_keys"]
     ids = torch.tensor(prompts(12))
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    theirs = hub.load_model(directory, dtype=torch.float32)
     assert torch.equal(model(ids).logits, theirs(ids).logits)
     other = CausalLM(tmp_path / "tuned", "float32", "cpu")
     assert merged(saved, tmp_path / "twice", other).keys() == tuned.keys()
@@ -1041,7 +1041,7 @@ def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:
 def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Dropped by transformers, one of two missing, one key renamed, an embedding that was trained."""
     whole, two, qwen = ships("deepseek-moe"), ships("deepseek-2-moe"), ships("qwen3-next-moe")
-    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    model = hub.load_model(whole, dtype=torch.float32)
     model.save_pretrained(tmp_path / "dropped")
     target = CausalLM(tmp_path / "dropped", "float32", "cpu")
     refused(lambda: method.build("mtp", target, num_speculative_tokens=1), "dropped", "speaks of 1", "they were dropped")

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +21,9 @@ import numpy as np
 import pytest
 import torch
 from table import NUM_DRAFT, OwnLaw, TableLM, methods, proposer, reference_law, scheme, schemes
-from transformers import AutoModelForCausalLM
 
 import specdec.engine
-from specdec import method
+from specdec import hub, method
 from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent
 from specdec.engine import EXTRA, Engine
 from specdec.sampling import VERIFY, uniforms
@@ -208,7 +208,7 @@ def test_greedy_gives_what_transformers_generates(
     case: Case, penalty: float, tiny: CausalLM, drafters: dict[str, CausalLM]
 ) -> None:
     """`repetition_penalty` has the same definition there."""
-    theirs = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32)
+    theirs = hub.load_model(tiny.path, dtype=torch.float32)
     requests = [
         make(p, i, max_tokens=24, temperature=0.0, repetition_penalty=penalty, ignore_eos=True)
         for i, p in enumerate(prompts(4, 250, 30))
@@ -406,6 +406,26 @@ class Reckless(OwnLaw):
         draft = super().propose(context)
         draft.length_B.fill_(self.num_speculative_tokens)
         return draft
+
+
+class Waiting(OwnLaw):
+    """Waits, as for another process, and then computes."""
+
+    def propose(self, context: Context) -> Draft:
+        time.sleep(0.02)
+        return super().propose(context)
+
+
+def test_cpu_time_is_recorded_beside_wall_time() -> None:
+    drafting = method.build("custom_class", TABLE, model=f"{__name__}.Waiting", num_speculative_tokens=2)
+    for request in run(TABLE, drafting, "standard", [make(p, i, max_tokens=6) for i, p in enumerate(prompts(3))]):
+        own = request.stats
+        assert len(own.cpu_s) == len(own.draft_s) > 0
+        assert own.prefill_cpu_s > 0
+        for draft_s, verify_s, cpu_s, drafted in zip(own.draft_s, own.verify_s, own.cpu_s, own.drafted, strict=True):
+            assert cpu_s > 0
+            if drafted:
+                assert cpu_s < draft_s + verify_s - 0.015
 
 
 @pytest.mark.parametrize("name", ["standard", "block"])

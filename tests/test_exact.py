@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec import hub, tasks
 from specdec import method as method_of
@@ -66,7 +65,7 @@ def loaded(name: str) -> CausalLM:
 @cache
 def theirs(path: Path):
     # eager: in transformers 5.17 the sdpa path leaves out the soft cap of Gemma 2
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return hub.load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def generate(target: CausalLM, prompt: list[int], max_tokens: int) -> list[int]:

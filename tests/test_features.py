@@ -137,7 +137,7 @@ def adding() -> CausalLM:
     """What enters layer 0 is the embedding; layer i adds 2 to the i."""
     model = CausalLM("tiny-llama", "float32", "cpu")
     decoder = model.model.get_decoder()
-    decoder.layers = torch.nn.ModuleList([Add(i) for i in range(model.num_layers)])
+    model.contract.layers = decoder.layers = torch.nn.ModuleList([Add(i) for i in range(model.num_layers)])
     return model
 
 
@@ -183,7 +183,7 @@ def test_a_batch_hands_out_layers_in_the_order_asked_for(adding: CausalLM, sampl
 def test_states_and_laws_are_those_of_transformers(architecture: str) -> None:
     """Every layer, and what the logits say wherever the next token is supervised; also past the window and the chunk."""
     model = CausalLM(f"tiny-{architecture}", "float32", "cpu")
-    theirs = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32, attn_implementation="eager")
+    theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     pre_norm: list[Tensor] = []
     theirs.model.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
     source = Online(model, range(5))
@@ -466,7 +466,7 @@ def test_another_target_is_refused(target: CausalLM, samples: list[Sample], whol
     AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match=rf"hidden_size is 64 \(of tiny-llama\), and {tmp_path / 'narrow'} has 32"):
         Artifacts(whole, CausalLM(tmp_path / "narrow", "float32", "cpu"), (1, 3))
-    shallow = AutoConfig.from_pretrained(hub.resolve("tiny"))
+    shallow = hub.load_config(hub.resolve("tiny"))
     shallow.num_hidden_layers = 3
     AutoModelForCausalLM.from_config(shallow).save_pretrained(tmp_path / "shallow")
     with pytest.raises(ValueError, match=rf"num_layers is 4 \(of tiny-llama\), and {tmp_path / 'shallow'} has 3"):

@@ -6,15 +6,19 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from specdec import method, rejection
+from specdec import config, method, rejection
 from specdec.config import CONF, read
+from specdec.core import SamplingParams
 from specdec.llm import SpeculativeConfig
+from specdec.training import loop
 
 ROOT = CONF.parent
 PACKAGE = ROOT / "specdec"
@@ -25,7 +29,8 @@ YAMLS = sorted(CONF.glob("*/*.yaml"))
 
 # A module imports from those to its left only. A module that is not here fails the test: it needs a place.
 ORDER = (
-    "core", "sampling", "stats", "kv", "linear", "lock", "hub", "parallel_state", "script", "shard", "target", "vocabulary",
+    "core", "sampling", "stats", "kv", "linear", "lock", "hub", "parallel_state", "script", "shard", "contract", "target",
+    "vocabulary",
     "rejection", "engine", "cost", "adaptive", "checkpoint", "training", "drafter", "chain", "method", "llm", "tasks", "load",
     "bench", "track", "report", "config", "recipe",
 )  # fmt: skip
@@ -178,3 +183,119 @@ def test_no_room_for_everything() -> None:
             if isinstance(node, ast.ClassDef):
                 vague = node.name.startswith("Base") or node.name.endswith("Manager")
                 assert not vague, f"{short(path)}: the name {node.name} does not say what the class is"
+
+
+# --------------------------------------------------------------------------------------- doors to what others wrote
+
+
+def parsed() -> Iterator[tuple[str, ast.AST]]:
+    """Every file of the tree that holds Python, notebooks too."""
+    for folder in ("specdec", "eval", "train", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield short(path), ast.parse(path.read_text())
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        yield short(path), ast.parse("\n".join("".join(source) for source in cells))
+
+
+def unsafe(call: ast.Call) -> str | None:
+    """What a call may run or unpickle that came with a model; None for any other call."""
+    name = ast.unparse(call.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name in ("torch.load", "joblib.load", "np.load", "numpy.load", "yaml.load"):
+        return f"{name} unpickles"
+    if not name.endswith(".from_pretrained") or name.startswith(("GenerationConfig.", "speculators.")):
+        return None  # the first reads JSON alone; the second reads what a test has just written, and has no such options
+    if given.get("trust_remote_code") != "False":
+        return f"{name} without trust_remote_code=False"
+    if "Model" in name and given.get("use_safetensors") != "True" and "gguf_file" not in given:
+        return f"{name} without use_safetensors=True"
+    return None
+
+
+def test_nothing_of_a_model_is_unpickled_or_run() -> None:
+    """`hub.load_model`, `load_tokenizer` and `load_config` are the doors of whoever needs no CausalLM."""
+    found = [
+        (where, said)
+        for where, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (said := unsafe(node))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("AutoModelForCausalLM.from_pretrained(path)", "trust_remote_code"),
+        ("transformers.AutoModel.from_pretrained(path, trust_remote_code=False)", "use_safetensors"),
+        ("AutoTokenizer.from_pretrained(path, trust_remote_code=True)", "trust_remote_code"),
+        ("torch.load(path)", "unpickles"),
+    ],
+)
+def test_an_open_door_is_found(line: str, words: str) -> None:
+    call = ast.parse(line).body[0].value  # type: ignore[attr-defined]
+    assert words in (unsafe(call) or "")
+
+
+# ------------------------------------------------------------------------------------------- a YAML mirrors its class
+
+
+@pytest.mark.parametrize("name", ["eval", "load", "choose"])
+def test_sampling_has_the_keys_of_its_class(name: str) -> None:
+    """All of them: what is not in the YAML cannot be said on the command line."""
+    per_request = {"speculative_config"}  # of a request among others; a run has its own
+    keys = {*SamplingParams.model_fields, *SamplingParams.aliases} - per_request
+    assert set(read(CONF / f"{name}.yaml")["sampling"]) == keys
+
+
+def test_costs_depend_on_sampling_parameters_that_there_are() -> None:
+    assert set(read(CONF / "profile_cost.yaml")["sampling"]) <= set(SamplingParams.model_fields)
+
+
+def test_train_has_the_keys_of_its_class() -> None:
+    assert set(read(CONF / "train.yaml")["train"]) == set(loop.Settings.model_fields)
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
+def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
+    """The published recipe shows every key of the drafter, of how it begins and of its objective; the demo changes some."""
+    name, recipe = path.stem.removesuffix("_demo"), read(path)
+    trained: Any = method.find(name)
+    architecture = getattr(trained, "architecture_type", None) or importlib.import_module(f"specdec.method.{name}").Architecture
+    whole = path.stem == name
+    for key, record in (("drafter", architecture), ("init", trained.init_type), ("objective", trained.objective_type)):
+        given, known = set(recipe.get(key, {})), set(record.model_fields)
+        assert given == known if whole else given <= known, key
+    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(loop.Settings.model_fields)
+
+
+@pytest.mark.parametrize("group", ["data", "task", "logger", "model"])
+def test_choices_of_a_group_have_the_same_keys(group: str) -> None:
+    """What reads the group knows one set of keys; a choice that does nothing (logger=none) may lack them."""
+    keys = [set(read(path)) for path in sorted((CONF / group).glob("*.yaml"))]
+    own = {"size", "sizes", "shape", "architecture"} if group == "model" else set()
+    several = [each - own for each in keys if each != {"name"}]
+    assert all(each == several[0] for each in several)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=short)
+def test_a_key_whose_default_says_no_type_has_one(path: Path) -> None:
+    """null may become anything; what it must be is in config.TYPES, or in the schema of methods."""
+
+    def nulls(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from nulls(value, f"{prefix}{key}.")
+            elif value is None:
+                yield f"{prefix}{key}"
+
+    trees = [(read(path), "")] + [
+        (read(group), f"{group.parent.name}.") for group in YAMLS if group.parent.name != "experiment"
+    ]
+    for tree, prefix in trees:
+        tree.pop("hydra", None)
+        tree.pop("defaults", None)
+        for key in nulls(tree, prefix):
+            group, _, name = key.partition(".")
+            assert key in config.TYPES or (group in ("method", "rejection") and name in SpeculativeConfig.model_fields), key

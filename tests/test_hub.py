@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import errors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specdec import LLM, SamplingParams, hub
 from specdec.target import CausalLM
@@ -103,10 +102,10 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
 def test_tiny_models_are_plain_transformers_models(architecture: str, cache: Path) -> None:
     path = hub.resolve(f"tiny-{architecture}")
     assert path.parent == cache
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = hub.load_model(path, dtype=torch.float32)
     assert model.config.model_type.startswith(architecture)
     assert model.config.num_hidden_layers == 4
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = hub.load_tokenizer(path)
     text = "Größe: 3 µm\n\tnaïve 漢字"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode()), "a token is a byte"
@@ -173,7 +172,7 @@ SIZES = [("135m", 0.1345), ("1b", 1.236), ("3b", 3.213), ("8b", 8.030)]
 
 @pytest.mark.parametrize(("shape", "billions"), SIZES)
 def test_shapes_have_the_sizes_of_their_namesakes(shape: str, billions: float, cache: Path) -> None:
-    config = AutoConfig.from_pretrained(hub.resolve(f"random-llama-{shape}"))
+    config = hub.load_config(hub.resolve(f"random-llama-{shape}"))
     assert hub.num_parameters(config) / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
@@ -379,7 +378,7 @@ def test_truncated_weights(kept: float, copy: Path) -> None:
 
 
 def test_a_missing_shard(copy: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    model = hub.load_model(copy, dtype=torch.float32)
     (copy / "model.safetensors").unlink()
     model.save_pretrained(copy, max_shard_size="200KB")
     shards = sorted(copy.glob("model-*.safetensors"))
@@ -529,3 +528,27 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         hub._once(tmp_path / "cache" / "model", make)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_plain_models_are_loaded_without_pickles_or_code(copy: Path, tmp_path: Path) -> None:
+    """`hub.load_model` is what eval/bench.py, eval/prove.py and tests go through."""
+    assert hub.load_model(copy).config.model_type == "llama"
+    (copy / "model.safetensors").unlink()
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": Bomb(tmp_path / "trace")}))
+    with pytest.raises(OSError, match="safetensors"):
+        hub.load_model(copy)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_an_adapter_beside_the_weights_is_not_passed_over(copy: Path) -> None:
+    """transformers applies it where `peft` is installed, and is silent where not: one directory would be two models."""
+    (copy / "adapter_config.json").write_text("{}")
+    for action in (lambda: load(copy), lambda: hub.resolve(copy), lambda: hub.load_model(copy)):
+        refuse(action, str(copy), "adapter_config.json", "merge it into them", "or remove adapter_config.json")
+    (copy / "config.json").unlink()
+    refuse(lambda: load(copy), "adapter_config.json", "merge it")
+
+
+@pytest.mark.parametrize("name", [5, None, [], {}, "", " ", "a\0b", b"tiny", "x" * 5000])
+def test_a_name_is_text(name: Any) -> None:
+    refuse(lambda: hub.resolve(name), "model")

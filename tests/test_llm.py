@@ -8,13 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from specdec import LLM, SamplingParams, hub
 from specdec.llm import RequestOutput, SpeculativeConfig
-from specdec.stats import SpecDecodeMetrics
+from specdec.method.eagle3 import Architecture
+from specdec.stats import Counter, SpecDecodeMetrics, Vector
 from specdec.target import CausalLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -276,6 +278,54 @@ def test_metrics_where_nothing_was_drafted(ngram: LLM) -> None:
     got = answer.spec_decode_metrics
     assert got.acceptance_histogram == [0, 0, 0, 0]
     assert (got.num_spec_steps, got.mean_acceptance_length, got.draft_acceptance_rate) == (0, 1.0, 0.0)
+
+
+def test_counters_have_vllms_names_and_sum_over_requests() -> None:
+    """Of the requests that have finished, in all calls; labels as in vLLM."""
+    llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=SELF)
+
+    def read() -> dict[tuple[str, str | None], Any]:
+        found = {}
+        for metric in llm.get_metrics():
+            assert metric.labels["model_name"] == "tiny"
+            assert metric.labels["engine"] == "0"
+            assert isinstance(metric, Counter | Vector)
+            value = metric.value if isinstance(metric, Counter) else metric.values
+            found[metric.name, metric.labels.get("finished_reason")] = value
+        return found
+
+    assert read() == {
+        ("vllm:prompt_tokens", None): 0,
+        ("vllm:generation_tokens", None): 0,
+        ("vllm:request_success", "stop"): 0,
+        ("vllm:request_success", "length"): 0,
+        ("vllm:spec_decode_num_drafts", None): 0,
+        ("vllm:spec_decode_num_draft_tokens", None): 0,
+        ("vllm:spec_decode_num_accepted_tokens", None): 0,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", None): [0, 0, 0],
+    }
+    # as above: one token from prefill, steps of 3 + 1, and a last draft of 2; then a stop at the fourth token
+    first = generate(llm, "x", SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    stop = first[0].outputs[0].token_ids[3]
+    second = generate(llm, "x", SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop_token_ids=[stop]))
+    emitted = len(second[0].outputs[0].token_ids) - 1
+    assert 1 <= emitted <= 3
+    assert read() == {
+        ("vllm:prompt_tokens", None): 2 * len(first[0].prompt_token_ids),
+        ("vllm:generation_tokens", None): 16 + 1 + emitted,
+        ("vllm:request_success", "stop"): 1,
+        ("vllm:request_success", "length"): 1,
+        ("vllm:spec_decode_num_drafts", None): 4 + 1,
+        ("vllm:spec_decode_num_draft_tokens", None): 11 + 3,
+        ("vllm:spec_decode_num_accepted_tokens", None): 11 + emitted,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", None): [4 + 1, 4 + (emitted > 1), 3 + (emitted > 2)],
+    }
+
+
+def test_counters_without_speculation(plain: LLM) -> None:
+    assert {metric.name for metric in plain.get_metrics()} == {
+        "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success",
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- mistakes in a request
@@ -774,3 +824,123 @@ def test_a_custom_class_gets_the_whole_context(classes: str, plain: LLM) -> None
 def test_a_draft_for_the_wrong_number_of_rows(classes: str, one_line: Any) -> None:
     llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=custom(f"{classes}.Short"))
     one_line(lambda: generate(llm, PROMPTS), "Short.propose", "0 drafts for", "one per row")
+
+
+# ------------------------------------------------------------------------------------------ nothing is cast
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temperature": True}, "temperature=True: input should be a valid number"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes': input should be a valid boolean"),
+        ({"max_tokens": 5.0}, "max_tokens=5.0: input should be a valid integer"),
+        ({"max_tokens": "5"}, "max_tokens='5'"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"stop_token_ids": [True]}, "stop_token_ids"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"stop": "\ud800"}, "half of a surrogate pair"),
+    ],
+)
+def test_sampling_parameters_are_what_they_say(given: dict[str, Any], words: str, one_line: Any) -> None:
+    one_line(lambda: SamplingParams(**given), words)
+
+
+def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
+    params = SamplingParams(
+        temperature=1, top_k=np.int64(5), top_p=np.float64(0.5), stop_token_ids=np.array([1, 2]), logit_bias={np.int32(3): 1},
+        stop=("a", "b"), ignore_eos=np.bool_(True),
+    )  # fmt: skip
+    assert (params.temperature, type(params.temperature)) == (1.0, float)
+    assert (params.top_k, type(params.top_k)) == (5, int)
+    assert (params.stop_token_ids, params.logit_bias, params.stop) == ([1, 2], {3: 1.0}, ["a", "b"])
+    assert params.ignore_eos is True
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prefill_chunk_size": 1.5}, "prefill_chunk_size=1.5"),
+        ({"max_batch_size": "8"}, "max_batch_size='8': input should be a valid integer"),
+        ({"max_batch_size": None}, "max_batch_size=None"),
+        ({"max_batch_size": True}, "max_batch_size=True"),
+        ({"num_threads": 0}, "num_threads=0: input should be greater than or equal to 1"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"dtype": torch.int64}, "dtype=torch.int64 holds no weights; use float32, bfloat16, float16"),
+        ({"model": 5}, "model="),
+        ({"model": ""}, "model='' is no name of a model"),
+    ],
+)
+def test_arguments_of_an_llm_are_what_they_say(given: dict[str, Any], words: str, one_line: Any) -> None:
+    one_line(lambda: LLM(**({"model": "tiny", "device": "cpu"} | given)), words)
+
+
+def test_more_rows_than_memory_has_room_for(one_line: Any) -> None:
+    one_line(lambda: LLM("tiny", device="cpu", max_batch_size=10**12), "max_batch_size=1000000000000", "GiB", "lower it"[:5])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (123, "prompts=123: give a string"),
+        ([1, 2], "prompt 1 is neither a string nor"),
+        ({"prompt_token_ids": "123"}, "prompt_token_ids='123' must be a list of token ids"),
+        ({"prompt_token_ids": [1.7]}, "prompt_token_ids[0]=1.7 is no token id"),
+        ({"prompt_token_ids": [5, True]}, "prompt_token_ids[1]=True is no token id"),
+        ({"prompt_token_ids": np.array([1.0])}, "prompt_token_ids[0]=1.0 is no token id"),
+        ({"prompt": 5}, "prompt=5 must be a string"),
+        ("a\ud800", "half of a surrogate pair, which is no text"),
+    ],
+)
+def test_prompts_are_text_or_token_ids(plain: LLM, prompts: Any, words: str, one_line: Any) -> None:
+    one_line(lambda: generate(plain, prompts), words)
+
+
+def test_token_ids_in_every_form_are_the_same(plain: LLM) -> None:
+    ids = [5, 6, 7]
+    forms = [ids, tuple(ids), np.array(ids, dtype=np.int32), torch.tensor(ids), [np.int64(i) for i in ids]]
+    outputs = tokens(generate(plain, [{"prompt_token_ids": form} for form in forms]))
+    assert len({tuple(output) for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", [None], 5])
+def test_sampling_params_are_of_their_class(plain: LLM, params: Any, one_line: Any) -> None:
+    one_line(lambda: generate(plain, "a", params), "sampling_params=", "SamplingParams(...)")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("hello", "messages='hello': give a list"),
+        (["hello"], "a conversation is a list"),
+        ([{"content": "a"}], "needs a 'role'"),
+        ([{"role": "user"}], "needs 'content'"),
+        ([{"role": "user", "content": 5}], "content=5"),
+    ],
+)
+def test_a_conversation_is_a_list_of_messages(plain: LLM, messages: Any, words: str, one_line: Any) -> None:
+    one_line(lambda: plain.chat(messages, GREEDY, use_tqdm=False), words)
+
+
+@pytest.mark.parametrize("template", ["{% for", "{{ 1 / 0 }}", "{{ a.b.c }}", "{{ raise_exception('no') }}"])
+def test_a_template_that_fails_is_one_line(plain: LLM, template: str, one_line: Any) -> None:
+    user = [{"role": "user", "content": "Hi."}]
+    one_line(lambda: plain.chat(user, GREEDY, chat_template=template, use_tqdm=False), "the chat template refuses")
+
+
+def test_deep_json_is_one_line(one_line: Any) -> None:
+    one_line(lambda: SpeculativeConfig.parse("[" * 100_000), "speculative_config is not JSON", "recursion limit")
+
+
+def test_layers_are_tapped_once(plain: LLM, one_line: Any) -> None:
+    config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}}
+    given = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "shared_storage_path": "x",
+        "draft_model_config": config,
+    }
+    one_line(lambda: SpeculativeConfig(**given).build(plain.target), "[1, 1, 1] names a layer twice")
+    one_line(lambda: Architecture(eagle_aux_hidden_state_layer_ids=[1, 1, 1]).layers(4), "[1, 1, 1] names a layer twice")

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from specdec import hub
 from specdec.linear import PackedLinear, can_pack
@@ -32,7 +31,7 @@ def forward(model: CausalLM, cache, rows: list[np.ndarray], start: list[int], **
 
 def test_logits_are_those_of_transformers(model: CausalLM) -> None:
     """Past the sliding window, prefilled in chunks, then in ragged steps, with a rejected draft in between."""
-    theirs = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32, attn_implementation="eager")
+    theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     ids = tokens_of(90)
     with torch.no_grad():
         want = theirs(torch.from_numpy(ids)[None]).logits[0]
@@ -47,7 +46,7 @@ def test_logits_are_those_of_transformers(model: CausalLM) -> None:
 
 def test_tapped_states_are_those_of_transformers(model: CausalLM) -> None:
     """Id i is what enters layer i; the last id is what leaves the last layer, before the final norm."""
-    theirs = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32, attn_implementation="eager")
+    theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     ids = tokens_of(20)
     entering = {}
     for i, layer in enumerate(theirs.model.layers):

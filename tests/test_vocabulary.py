@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -24,7 +25,7 @@ from test_engine_law import LONG, TABLE, decode, misfit
 from test_exact import loaded, tiny_prompts
 from test_methods import context
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specdec import hub, method, rejection, sampling, tasks
 from specdec.core import Draft, Request, SamplingParams
@@ -295,7 +296,7 @@ def test_the_vector_of_verification_json() -> None:
     found = shared(model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e")))
     num, u = 200_000, torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits_BI = found.kept(torch.tensor(q).log().expand(num, -1))
-    token_B, q_BV = found.said(*sampling.draw(logits_BI, torch.ones(num), u))
+    token_B, q_BV = found.said(*sampling.draw(logits_BI, torch.ones(num), u)[:2])
     assert q_BV is not None
     assert q_BV[0].numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=1e-7)
     law_V = torch.bincount(token_B, minlength=4) / num
@@ -491,9 +492,7 @@ def directory(kind: str) -> Path:
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1) if chr(c) != "q"]  # "q" stays a byte token
     tokens = ["<unk>", *letters, *BYTE_TOKENS, "▁the"]
     tokenizer = sentencepiece(tokens, ["<unk>", "</s>", "<end>"], unk_token="<unk>", eos_token="</s>")
-    model = AutoModelForCausalLM.from_pretrained(
-        hub.resolve("tiny" if kind == "renamed" else "tiny-qwen3"), dtype=torch.float32
-    )
+    model = hub.load_model(hub.resolve("tiny" if kind == "renamed" else "tiny-qwen3"), dtype=torch.float32)
     theirs = loaded("tiny-llama").tokenizer.get_vocab()
     size = len(tokenizer)
     own_of = {i: theirs[SHOWN[byte]] for byte, i in enumerate_bytes(tokenizer)} | {tokenizer.convert_tokens_to_ids("</s>"): 257}
@@ -638,7 +637,7 @@ def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
     [(hub.DEFAULT, 49152, 49152, 17), pytest.param("gemma-3-270m", 262144, 262034, 6249, marks=pytest.mark.prove)],
 )
 def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: int, num_special: int) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(hub.resolve(name))
+    tokenizer = hub.load_tokenizer(hub.resolve(name))
     found, backend = meanings(tokenizer, size), tokenizer.backend_tokenizer
     assert (len(found), sum(isinstance(meaning, str) for meaning in found)) == (count, num_special)
     for meaning, i in found.items():
@@ -666,3 +665,77 @@ def test_smollm2_and_gemma_draft_for_each_other(name: str, other: str) -> None:
         stood.append(sum(sum(request.stats.accepted) for request in requests))
     assert outputs[1:] == [outputs[0]] * 2
     assert stood[1] == stood[2] > 0
+
+
+# ------------------------------------------------------- a draft model that is said to have the target's vocabulary
+
+
+def beside(tmp_path: Path, change: Any) -> Path:
+    """A copy of the tiny model whose tokenizer was changed."""
+    directory = tmp_path / "draft"
+    shutil.copytree(hub.tiny(), directory)
+    told = json.loads((directory / "tokenizer.json").read_text())
+    change(told)
+    (directory / "tokenizer.json").write_text(json.dumps(told))
+    return directory
+
+
+def turned(told: dict[str, Any]) -> None:
+    """Every id is the token after it."""
+    names = sorted(told["model"]["vocab"], key=told["model"]["vocab"].get)
+    told["model"]["vocab"] = {name: i for i, name in enumerate(names[1:] + names[:1])}
+
+
+@BOTH
+def test_one_size_and_another_tokenizer_is_refused(name: str, tmp_path: Path, one_line: Any) -> None:
+    """Nothing would ever be accepted, and nothing would say why."""
+    directory = beside(tmp_path, turned)
+    given = {"method": name, "model": str(directory), "num_speculative_tokens": 2}
+    given |= {"pard_token": 300} if name == "pard" else {}
+    target = loaded("tiny-llama")
+    said = one_line(
+        lambda: SpeculativeConfig(**given).build(target), str(directory), target.name, "use_heterogeneous_vocab=true"
+    )
+    assert "256 ids are other tokens, such as 0" in said
+    assert SpeculativeConfig(**given, use_heterogeneous_vocab=True).build(target)[0].vocabulary.size == 259
+
+
+def test_two_tokens_that_changed_places_are_enough(tmp_path: Path, one_line: Any) -> None:
+    def swapped(told: dict[str, Any]) -> None:
+        vocab = told["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+    given = {"method": "draft_model", "model": str(beside(tmp_path, swapped)), "num_speculative_tokens": 2}
+    one_line(lambda: SpeculativeConfig(**given).build(loaded("tiny-llama")), "2 ids are other tokens", "which is 'b' and 'a'")
+
+
+def test_special_tokens_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they do between fine-tunes of one model, whose names for the same reserved ids are others."""
+
+    def renamed(told: dict[str, Any]) -> None:
+        told["added_tokens"].append({**told["added_tokens"][-1], "id": 259, "content": "<|im_end|>"})
+
+    given = {"method": "draft_model", "model": str(beside(tmp_path, renamed)), "num_speculative_tokens": 2}
+    SpeculativeConfig(**given).build(loaded("tiny-llama"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: 1 special or unused ids of the draft model")
+    assert "such as 259, which is '<|im_end|>' and None" in line
+
+
+def test_equal_tokenizers_are_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"method": "draft_model", "model": "tiny-qwen3", "num_speculative_tokens": 2}
+    SpeculativeConfig(**given).build(loaded("tiny-llama"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = beside(tmp_path, lambda told: None)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (directory / name).unlink(missing_ok=True)
+    SpeculativeConfig(method="draft_model", model=str(directory), num_speculative_tokens=2).build(loaded("tiny-llama"))
+    assert capsys.readouterr().err == ""
+
+
+def test_training_compares_tokenizers_too(tmp_path: Path, one_line: Any) -> None:
+    directory = beside(tmp_path, turned)
+    one_line(lambda: DraftModel.opened(loaded("tiny-llama"), str(directory), None), "256 ids are other tokens", "train one")

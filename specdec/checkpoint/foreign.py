@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec.checkpoint.native import Checkpoint, finite, part_of, write_weights
-from specdec.core import first_line, nearest
+from specdec.checkpoint.native import DEEPEST as DEEPEST
+from specdec.checkpoint.native import Checkpoint, check_values, part_of, write_weights
+from specdec.core import first_line, nearest, read_json, read_json_object
 from specdec.target import CausalLM
 
 Shapes = dict[str, tuple[int, ...]]
-DEEPEST = 1000  # layers or heads that any drafter may have
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OURS = "specdec"  # the key of a foreign config.json under which we keep the facts about the target; engines pass over it
@@ -103,12 +103,9 @@ GEOMETRY = {
 
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a directory. Raises ValueError where there is none, or where it asks for code."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{directory}: no config.json; give the directory that holds it beside the weights") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{directory}: config.json cannot be read ({first_line(error)})") from None
+    if not (directory / "config.json").exists():
+        raise ValueError(f"{directory}: no config.json; give the directory that holds it beside the weights")
+    config = read_json(directory / "config.json")
     if not isinstance(config, dict):
         raise ValueError(f"{directory}: config.json is no mapping of options, but {str(config)[:40]!r}")
     code = config.get("auto_map")
@@ -139,12 +136,7 @@ def _check_kinds(config: dict[str, Any], directory: Path) -> None:
 def files(directory: Path) -> list[Path]:
     """The safetensors files of a directory: those of its index, or the one that it has."""
     if (directory / INDEX).exists():
-        try:
-            placed = json.loads((directory / INDEX).read_text())["weight_map"]
-            names = sorted(set(placed.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{directory}: {INDEX} cannot be read ({first_line(error)})") from None
-        for name in names:
+        for name in (names := sorted(set(weight_map(directory).values()))):
             if Path(name).name != name or not (directory / name).is_file():
                 raise ValueError(f"{directory}: the index names {name!r}, and there is no such file; fetch all shards")
         return [directory / name for name in names]
@@ -159,6 +151,14 @@ def files(directory: Path) -> list[Path]:
             raise ValueError(f"{directory}: {pickled[0]} refused: pickled weights can run code; convert to safetensors")
         raise ValueError(f"{directory}: no weights (model.safetensors)")
     return found
+
+
+def weight_map(directory: Path) -> dict[str, str]:
+    """Which file holds each tensor, as the index of a directory says."""
+    placed = read_json_object(directory / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise ValueError(f"{directory}: {INDEX} cannot be read (weight_map must give each tensor a file); fetch it again")
+    return placed
 
 
 def shapes_of(directory: Path) -> Shapes:
@@ -184,10 +184,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                     found[name] = opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{directory}: {path.name} cannot be read ({first_line(error)}); fetch it again") from None
-    if (directory / INDEX).exists():
-        placed = json.loads((directory / INDEX).read_text())["weight_map"]
-        if missing := sorted(set(placed) - set(found)):
-            raise ValueError(f"{directory}: the index names {missing[0]!r}, and its file lacks it; fetch all shards")
+    if (directory / INDEX).exists() and (missing := sorted(set(weight_map(directory)) - set(found))):
+        raise ValueError(f"{directory}: the index names {missing[0]!r}, and its file lacks it; fetch all shards")
     return found
 
 
@@ -201,11 +199,11 @@ def matched(tensors: dict[str, Tensor], shapes: Shapes, name: str) -> dict[str, 
             raise ValueError(f"{name}: unknown tensor {key!r}; {nearest(key, shapes)}")
         if tuple(tensor.shape) != shapes[key]:
             raise ValueError(f"{name}: {key} is {list(tensor.shape)}, and its config asks for {list(shapes[key])}")
-        if tensor.is_floating_point() == (key in ("d2t", "t2d")):
-            raise ValueError(f"{name}: {key} is {tensor.dtype}; {'ids are integers' if key == 'd2t' else 'not a weight'}")
+        if key == "t2d" and tensor.is_floating_point():
+            raise ValueError(f"{name}: t2d is {tensor.dtype}; it marks tokens, and is not a weight")
     if missing := sorted(set(shapes) - set(tensors)):
         raise ValueError(f"{name}: the weights lack {missing[0]!r}")
-    finite(tensors, name)
+    check_values(tensors, name)
     return tensors
 
 
@@ -421,6 +419,7 @@ def copies_in(
     for key, tensor in found.items():
         if tuple(tensor.shape) != (vocab, hidden):
             raise ValueError(f"{name}: {key} is {list(tensor.shape)}, and its config asks for {[vocab, hidden]}")
+    check_values(found, name)
     return found or None
 
 

@@ -20,11 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import __version__, hub
-from specdec.core import apply_umask, first_line, nearest
-from specdec.target import CausalLM
+from specdec.core import apply_umask, first_line, nearest, read_json, short_repr
+from specdec.target import CausalLM, is_finite
 
 FORMAT = "specdec-drafter"
 IDS = "eagle_aux_hidden_state_layer_ids"
+DEEPEST = 1000  # layers or heads that any drafter may have
+_COUNTS = ("num_hidden_layers", "num_modules")
+_WIDTHS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass
@@ -133,10 +136,7 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
     """Read a checkpoint: a directory, a training run's directory (its best), or a hub id. Raises ValueError for what is
     not one."""
     directory = find(path, revision)
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{directory}: config.json cannot be read ({first_line(error)})") from None
+    config = read_json(directory / "config.json")
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         kind = f"a model of type {config['model_type']!r}" if isinstance(config, dict) and "model_type" in config else "not one"
         raise ValueError(f"{directory}: no native drafter checkpoint ({kind}); give the directory that train/eagle.py wrote")
@@ -147,35 +147,58 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
     wanted: dict[str, type] = {"method": str, "drafter": dict, "target": dict}
     for key, its_type in wanted.items():
         if not isinstance(config.get(key), its_type):
-            raise ValueError(f"{directory / 'config.json'}: {key} is {config.get(key)!r}; the checkpoint is not whole")
+            raise ValueError(
+                f"{directory / 'config.json'}: {key} is {short_repr(config.get(key))}; the checkpoint is not whole"
+            )
     try:
         tensors = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{directory}: model.safetensors cannot be read ({first_line(error)})") from None
-    finite(tensors, str(directory))
+    check_values(tensors, str(directory))
+    check_sizes(config["drafter"], tensors, str(directory))
     return Checkpoint(config["method"], config["drafter"], config["target"], tensors, str(directory))
 
 
 def find(path: str | Path, revision: str | None = None) -> Path:
     """The directory of a checkpoint: itself, `best` or else `last` of a training run, or a copy from the hub."""
-    directory = Path(path).expanduser()
+    directory = hub.local(path, "checkpoint")
     if not directory.is_dir():
         if str(path).count("/") != 1 or str(path).startswith((".", "~", "/")):
             raise ValueError(f"checkpoint {path}: no such directory, and not a hub id (org/name)")
         directory = hub.resolve(str(path), revision)
-    if (directory / "config.json").exists():
-        return directory
+    if (directory / "config.json").exists() or (directory / hub.ADAPTER).exists():
+        return hub.without_adapter(directory)
     for name in ("best", "last"):
         if (directory / name / "config.json").exists():
-            return directory / name
+            return hub.without_adapter(directory / name)
     raise ValueError(f"checkpoint {path}: neither a checkpoint (config.json) nor a training run with one in best or last")
+
+
+def check_sizes(config: dict[str, Any], tensors: dict[str, Tensor], name: str) -> None:
+    """Raise ValueError for a size that the tensors beside the config cannot have: it would only show after modules of that size
+    were made, which can take all memory or for ever."""
+    widest, geometry = max((max(x.shape, default=0) for x in tensors.values()), default=0), config.get("geometry") or {}
+    if not isinstance(geometry, dict):
+        raise ValueError(f"{name}: geometry is {short_repr(geometry)} in config.json, and should be a mapping")
+    limits = dict.fromkeys(_COUNTS, min(len(tensors), DEEPEST)) | dict.fromkeys(("n_predict", "num_depths"), DEEPEST)
+    limits |= dict.fromkeys(("inner_dim", *_WIDTHS), widest)
+    if not isinstance(config.get("own_lm_head"), bool | None):
+        raise ValueError(
+            f"{name}: own_lm_head is {short_repr(config['own_lm_head'])} in config.json, and should be true or false"
+        )
+    for key, value in (config | geometry).items():
+        if key in limits and value is not None and not (type(value) is int and 1 <= value <= limits[key]):
+            raise ValueError(
+                f"{name}: {key} is {short_repr(value)} in config.json, and its tensors allow 1..{limits[key]}; "
+                "take another copy of the checkpoint"
+            )
 
 
 def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
     """Load the tensors into a module. A name or a shape that does not fit is a ValueError; nothing stays as it was drawn."""
     assert checkpoint.tensors is not None
     own = module.state_dict()
-    finite(checkpoint.tensors, checkpoint.name)
+    check_values(checkpoint.tensors, checkpoint.name)
     for key, tensor in checkpoint.tensors.items():
         if key not in own:
             raise ValueError(f"{checkpoint.name}: unknown tensor {key!r}; {nearest(key, own)}")
@@ -192,18 +215,16 @@ def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
     module.load_state_dict(checkpoint.tensors)
 
 
-def finite(tensors: dict[str, Tensor], name: str) -> None:
-    """Raise ValueError, one line, for nan or inf."""
+def check_values(tensors: dict[str, Tensor], name: str) -> None:
+    """Raise ValueError, one line, for nan or inf, for weights that are no floating-point numbers, and for ids that are."""
     for key, tensor in tensors.items():
+        ids = key == "d2t"  # t2d, of truth values, is no weight either
+        if tensor.is_floating_point() if ids else not tensor.is_floating_point() and key != "t2d":
+            kind = str(tensor.dtype).removeprefix("torch.")
+            what = "ids, which are integers" if ids else "a weight, which is bfloat16, float16 or float32"
+            raise ValueError(f"{name}: {key} is {kind}, and should be {what}; the file was written or labelled wrongly")
         if not is_finite(tensor):
             raise ValueError(f"{name}: {key} holds nan or inf; take another checkpoint")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Also of types of 8 bits, of which torch cannot say it."""
-    if not tensor.is_floating_point():
-        return True
-    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
 
 
 def provenance(**more: Any) -> dict[str, Any]:

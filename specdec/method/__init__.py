@@ -9,8 +9,10 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from specdec import checkpoint
 from specdec.core import Proposer, nearest
 from specdec.target import CausalLM
 
@@ -42,6 +44,22 @@ def check(name: str, given: Iterable[str]) -> None:
         if key not in settings(name):
             advice = nearest(key, settings(name)) if settings(name) else "it takes none"
             raise ValueError(f"method {name!r} takes no setting {key!r}; {advice}")
+
+
+def is_trained(name: str) -> bool:
+    """Whether checkpoints of a method are trained here; the others have none."""
+    return name in names() and hasattr(find(name), "for_training")
+
+
+def of_checkpoint(path: str | Path, revision: str | None = None) -> str:
+    """The method that decodes with a checkpoint. Raises ValueError for what is none, and for one that names a method without
+    checkpoints: what a downloaded file says must not choose what is imported or run."""
+    name = checkpoint.method_of(path, revision)
+    if not is_trained(name):
+        trained = [known for known in names() if is_trained(known)]
+        said = f"{path}: config.json names method {name!r}, which has no checkpoints"
+        raise ValueError(f"{said}; {nearest(name, trained)}")
+    return name
 
 
 def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:

@@ -14,7 +14,7 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -153,6 +153,8 @@ class DraftModel(Learner):
             self.vocabulary = vocabulary.shared(target, self.model)
         else:
             same_vocabulary(target, self.model.vocab_size, self.model.name, "; or give use_heterogeneous_vocab=true")
+            if self.model is not target:
+                same_tokens(target, lambda: self.model.tokenizer, self.model.name, "give use_heterogeneous_vocab=true")
         if max_model_len is not None and not 1 <= max_model_len <= self.model.max_model_len:
             raise ValueError(
                 f"max_model_len={max_model_len} of the draft is outside 1..{self.model.max_model_len}, "
@@ -315,6 +317,7 @@ class DraftModel(Learner):
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)
+        same_tokens(target, lambda: hub.load_tokenizer(causal_lm.find(name, revision)), name, "train one that has the target's")
         return checkpoint
 
     @classmethod
@@ -396,6 +399,17 @@ def same_vocabulary(target: CausalLM, size: int, name: str, otherwise: str = "")
             f"the draft model {name} has a vocabulary of {size}, the target {target.name} one of {target.vocab_size}; "
             f"they must be equal{otherwise}"
         )
+
+
+def same_tokens(target: CausalLM, tokenizer: Callable[[], Any], name: str, advice: str) -> None:
+    """`vocabulary.check_same_tokens` where both have a tokenizer; a model without one is given token ids, and nothing can be
+    compared."""
+    try:
+        own = tokenizer()
+        _ = target.tokenizer
+    except ValueError:
+        return
+    vocabulary.check_same_tokens(target, own, name, advice)
 
 
 def _load(target: CausalLM, name: str, revision: str | None, size: int | None = None) -> CausalLM:

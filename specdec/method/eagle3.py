@@ -59,6 +59,8 @@ class Architecture(Checked):
                 )
         if not ids:
             raise ValueError("eagle_aux_hidden_state_layer_ids=[] taps nothing; name at least one layer, or leave the key out")
+        if self.eagle_aux_hidden_state_layer_ids is not None and len(set(ids)) < len(ids):
+            raise ValueError(f"eagle_aux_hidden_state_layer_ids={ids} names a layer twice; each can be tapped once")
         for layer in ids:
             if not 0 <= layer <= num_layers:
                 raise ValueError(

@@ -78,6 +78,7 @@ class ExtractHiddenStates(Silent):
 
 
 def _layer_ids(config: Any, target: CausalLM) -> tuple[int, ...]:
+    target.check_states()
     key = "eagle_aux_hidden_state_layer_ids"
     inner = config.get("hf_config") if isinstance(config, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get(key), list) or not inner[key]:
@@ -88,4 +89,6 @@ def _layer_ids(config: Any, target: CausalLM) -> tuple[int, ...]:
     for layer in inner[key]:
         if type(layer) is not int or not 0 <= layer <= target.num_layers:
             raise ValueError(f"{key}: layer {layer!r} is outside 0..{target.num_layers}, the layers of {target.name}")
+    if len(set(inner[key])) < len(inner[key]):
+        raise ValueError(f"{key}={inner[key]} names a layer twice; each can be written once")
     return tuple(sorted(set(inner[key])))

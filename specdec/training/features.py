@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec import __version__
-from specdec.core import apply_umask, first_line, writing
+from specdec.core import apply_umask, first_line, parse_json, read_json_object, writing
 from specdec.target import CausalLM
 from specdec.training.data import Sample
 
@@ -128,7 +128,7 @@ class Online:
         if length > self.target.max_model_len:
             raise ValueError(
                 f"sample {sample.id} has {length} tokens, and {self.target.name} can see {self.target.max_model_len}; "
-                "lower data.max_length"
+                f"lower data.max_length{self.target.why_no_longer}"
             )
         self.cache.reserve(1, length)
         out = self.target.prefill(self.cache, 0, sample.token_n, 0, CHUNK, self.layers)
@@ -138,6 +138,8 @@ class Online:
         if not self.checked:
             self._check(out.logits[-1], hidden_nTD[-1, -1])
         argmax_n, logsumexp_n = teach(self.target, hidden_nTD[:, -1], sample.mask_n)
+        if not logsumexp_n.isfinite().all():
+            raise ValueError(f"sample {sample.id}: {self.target.not_finite}")
         features = Features(hidden_nTD, argmax_n, logsumexp_n)
         if self.kept_bytes + features.num_bytes <= self.keep_bytes:
             self.kept_bytes += features.num_bytes
@@ -170,9 +172,12 @@ def teach(target: CausalLM, last_nD: Tensor, mask_n: np.ndarray) -> tuple[Tensor
 
 def _checked(target: CausalLM, layers: Iterable[int]) -> tuple[int, ...]:
     """Ascending, without duplicates, and with the last layer's output, from which the target's law follows."""
+    target.check_states()
     given = list(layers)
     if not all(type(layer) is int for layer in given):
         raise ValueError(f"layer ids {given!r} must be numbers, such as [2, 15, 27, 30]")
+    if len(set(given)) < len(given):
+        raise ValueError(f"layer ids {given} name a layer twice; each is written once")
     chosen = tuple(sorted({*given, target.num_layers}))
     for layer in chosen:
         if not 0 <= layer <= target.num_layers:
@@ -449,7 +454,8 @@ def places(path: Path) -> Iterator[tuple[_Place, np.ndarray]]:
         yield _Place(path, 0, len(token_N), None, path.stem), token_N
         return
     try:
-        entries = [(e["offset"], e["length"], e["sha256"], e["id"]) for e in json.loads(metadata["samples"])]
+        told = parse_json(metadata["samples"], str(path))
+        entries = [(int(e["offset"]), int(e["length"]), e["sha256"], str(e["id"])) for e in told]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: its list of samples is damaged; extract again with resume=true") from None
     for offset, length, sha256, name in entries:
@@ -512,12 +518,7 @@ def extract(source: Online, samples: Sequence[Sample], writer: Writer, advance: 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-    except ValueError:
-        raise ValueError(f"{path}: not JSON; the directory cannot be used") from None
-    if not isinstance(manifest, dict):
-        raise ValueError(f"{path}: not a JSON object; the directory cannot be used")
+    manifest = read_json_object(path, "the directory cannot be used")
     if manifest.get("format") != FORMAT or manifest.get("version") != 1:
         raise ValueError(f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r} is not {FORMAT!r} 1")
     return dict(manifest)
