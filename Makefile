@@ -49,8 +49,8 @@ $(DRAFTERS)/features/.done: $(VENV)/.done
 	touch $@
 
 $(FAMILIES:%=$(DRAFTERS)/%/summary.json): $(DRAFTERS)/%/summary.json: | $(DRAFTERS)/features/.done
-	$(RUN) train/$(or $(SCRIPT_$*),$*).py model=llama method=$* features.path=$(DRAFTERS)/features out_dir=$(DRAFTERS)/$* $(MORE_$*) \
-		$(call go_on,$(DRAFTERS)/$*/run.json) || true
+	-$(RUN) train/$(or $(SCRIPT_$*),$*).py model=llama method=$* features.path=$(DRAFTERS)/features out_dir=$(DRAFTERS)/$* $(MORE_$*) \
+		$(call go_on,$(DRAFTERS)/$*/run.json)
 	@grep -q '"interrupted": false' $@ || { rm -f $@; echo "did not come to its end; make drafters goes on"; false; }
 
 # PARD learns to fill in mask tokens on top of a draft model

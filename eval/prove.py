@@ -45,16 +45,17 @@ def main() -> None:
     parser.add_argument("--checkpoint", nargs="*", default=[], help="trained drafters")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    sys.exit(prove(arguments.model, arguments.prompts, arguments.max_tokens, arguments.methods, arguments.checkpoint))
+
+
+def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str]) -> int:
+    """Number of combinations that failed (0 is a proof)."""
     with tempfile.TemporaryDirectory() as scratch:
-        sys.exit(
-            prove(
-                arguments.model, arguments.prompts, arguments.max_tokens, arguments.methods, arguments.checkpoint, Path(scratch)
-            )
-        )
+        return compare(model, count, max_tokens, methods, checkpoints, Path(scratch))
 
 
-def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str], scratch: Path) -> int:
-    """Number of combinations that failed (0 is a proof). scratch: a directory for drafters that are made here."""
+def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str], scratch: Path) -> int:
+    """`prove`, with a directory for the drafters that are made here."""
     for name in methods or ():
         method.find(name)
     drafters = {method.of_checkpoint(path): path for path in checkpoints}

@@ -156,6 +156,7 @@ class Rows:
     def _recover(self) -> None:
         """Read what an interrupted run left; a last line that was cut short is dropped. Any other line that is not ours is a
         ValueError, and nothing is touched."""
+        self.path.with_name(f".{self.path.name}.tmp").unlink(missing_ok=True)  # of a process that was killed in `keep`
         good = 0
         lines = self.path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):

@@ -4,7 +4,7 @@
     python tests/kills.py --kinds train share --kills 5 --seed 3
 
 Seven kinds: a training run, the same while a checkpoint is evaluated, prepare, extract, eval/run, eval/load and share, all on
-tiny models. Of three kills one is SIGTERM or SIGINT and two are SIGKILL; of the runs that are resumed a third is killed again.
+tiny models. Of three signals two are SIGKILL, one is SIGTERM or SIGINT; of the runs that are resumed a third is killed again.
 A run under load is not resumed: there, its lines are readable, and a new run in another directory works. Prints a line for
 every kind and for everything that is wrong, and ends with exit code 1 if anything is.
 
@@ -309,12 +309,17 @@ def wrong_with(ended: Ended, number: int) -> Iterator[str]:
             yield f"{name}: nothing was said"
 
 
-def killed_once(kind: Kind, straight: Any, folder: Path, rng: random.Random) -> tuple[list[str], Counter[str]]:
+MIX = ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"]
+
+
+def killed_once(
+    kind: Kind, straight: Any, folder: Path, rng: random.Random, signals: list[str]
+) -> tuple[list[str], Counter[str]]:
     """One run with a kill in it, or two, and then its end. Returns what is wrong, and which signals hit."""
     out, wrong, counts = folder / kind.name, list[str](), Counter[str]()
     kills = 2 if kind.resumes and rng.random() < 1 / 3 else 1
     while True:
-        number = rng.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], [4, 1, 1])[0] if kills else 0
+        number = signal.Signals[rng.choice(signals)] if kills else 0
         when = moment(kind, out, rng) if kills else None
         if kills and not kind.resumes and out.exists():
             break
@@ -398,6 +403,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", choices=names, default=list(names))
     parser.add_argument("--kills", type=int, default=20, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--signals", nargs="*", choices=sorted(set(MIX)), default=MIX, help="drawn from these")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -417,7 +423,7 @@ def main() -> None:
                 seed = f"{arguments.seed} {name} {number}"
                 place = folder / str(number)
                 place.mkdir()
-                wrong, own = killed_once(kind, straight, place, random.Random(seed))
+                wrong, own = killed_once(kind, straight, place, random.Random(seed), arguments.signals)
                 counts, number, wrong_runs = counts + own, number + 1, wrong_runs + bool(wrong)
                 for line in wrong:
                     print(f"  {name}, seed {seed!r}: {line}", flush=True)

@@ -548,12 +548,16 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
     done = ended(process)
     assert done.code == 130
     assert "Traceback" not in done.err
+    assert done.err.splitlines()[-1].startswith("interrupted; what had finished is kept in")
     first = requests.read_bytes()
     assert 5 <= first.count(b"\n") < count
     assert first.endswith(b"\n")
     assert not (out_dir / "summary.json").exists()
 
     process = start(*shared, f"out_dir={out_dir}", "resume=true", cwd=tmp_path)
+    wait_for_lines(requests, first.count(b"\n") + 3, process)
+    error = cli("run", *shared, f"out_dir={out_dir}", "resume=true").error
+    assert f"out_dir={out_dir} is in use by process {process.pid} on " in error, "two processes never share a directory"
     wait_for_lines(requests, first.count(b"\n") + 10, process)
     process.kill()
     assert ended(process).code == -signal.SIGKILL

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 
-from specdec import checkpoint, config, method
+from specdec import config, method
 from specdec.config import CONF
 
 ROOT = CONF.parent
@@ -55,19 +54,16 @@ def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
         parsed(parser, *given, **named)
         raise SystemExit(0)
 
-    def resolve_only(run: Any, resumes: bool = True) -> Any:
-        def wrapped(cfg: DictConfig) -> None:
-            OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    def resolve_only(page: str, run: Any, *defaults: str) -> None:
+        launch(page, lambda cfg: None, *defaults)
 
-        return wrapped
-
-    parsed = argparse.ArgumentParser.parse_args
+    parsed, launch = argparse.ArgumentParser.parse_args, config.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         patch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
-        patch.setattr(config, "main", resolve_only)
-        patch.setattr(checkpoint, "method_of", lambda path: STANDS_FOR)
-        if "hydra.main" not in (ROOT / words[0]).read_text():
+        patch.setattr(config, "launch", resolve_only)
+        patch.setattr(method, "of_checkpoint", lambda path: STANDS_FOR)
+        if "config.launch" not in (ROOT / words[0]).read_text():
             patch.setattr(argparse.ArgumentParser, "parse_args", stop_after)
         try:
             runpy.run_path(str(ROOT / words[0]), run_name="__main__")
