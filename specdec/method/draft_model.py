@@ -30,7 +30,7 @@ from specdec.core import Checked, Context, Draft, Request
 from specdec.drafter import Drawing, check_drafting, nothing
 from specdec.kv import end_to_end
 from specdec.parallel_state import ALONE
-from specdec.target import CausalLM, capped, load_weights
+from specdec.target import CausalLM, capped, load_weights, longrope_limit
 from specdec.training import losses, parallel, unroll
 from specdec.training.features import Batch
 from specdec.training.learner import Learner
@@ -286,6 +286,11 @@ class DraftModel(Learner):
         position_N = parallel.positions(plan)
         token_N = torch.cat([batch.token_N, self.masks(parallel.num_masks(plan))])
         reach = int(position_N.max()) + 1
+        if (limit := longrope_limit(self.lm.config)) is not None and reach > limit:
+            raise ValueError(
+                f"a sample of {reach} tokens is over the {limit} for which the draft model's LongRoPE has one set of factors; "
+                f"give data.max_length={limit}"
+            )
 
         def window(
             module: Any,
