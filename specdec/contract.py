@@ -251,6 +251,12 @@ def layers_of(model: Any, num_layers: int) -> nn.ModuleList | None:
     return None
 
 
+def decoder_of(model: Any) -> Any:
+    """What makes the states that the output layer reads."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder
+
+
 def _gap(ours_NV: Tensor, theirs_NV: Tensor) -> float:
     """How far logits are from others, as a share of the spread of those. Raises Refused if those are not finite."""
     ours_NV, theirs_NV = ours_NV.double(), theirs_NV.double()

@@ -26,6 +26,7 @@ from torch import Tensor
 from specdec import hub, vocabulary
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
+from specdec.contract import decoder_of
 from specdec.core import Checked, Context, Draft, Request
 from specdec.drafter import Drawing, check_drafting, nothing
 from specdec.kv import end_to_end
@@ -306,7 +307,7 @@ class DraftModel(Learner):
             q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
             return parallel.in_depths(plan, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
 
-        state_ND = self.lm.get_decoder()(
+        state_ND = decoder_of(self.lm)(
             inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
             use_cache=False, window=window,
         ).last_hidden_state[0]  # fmt: skip
