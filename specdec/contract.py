@@ -35,8 +35,9 @@ HARMLESS = {
     "logits_to_keep",
 }  # fmt: skip
 SINKS = {"s_aux": "attention sinks (s_aux)"}  # what an argument is called, where its name does not say it
-# how far logits may be from transformers' own, as a share of their spread: rounding alone, several times over
-TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.25}
+# How far logits may be from transformers' own, as a share of their spread. In float32 rounding makes less than 1e-5 of it for
+# small models, and what is wrong 0.25 and more. In 16 bits rounding makes 0.02, and more where a mixture's router tips over.
+TOLERANCE, TOLERANCE_16_BITS, MOST_16_BITS = 0.01, 0.25, 0.5
 
 
 @dataclass
@@ -164,9 +165,16 @@ def probe(
             # the first row goes on from its cache, the second begins beside it; of some tokens nobody wants logits
             keep = torch.arange(1, 2 * NUM_TOKENS - NUM_FIRST, device=device)
             later = forward([NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], None, keep)
-            own = _reference(model, token_N)
-            _compare(first, own[:NUM_FIRST], dtype, "its attention or its positions are made of more than the engine gives it")
-            _compare(later, torch.cat([own[NUM_FIRST:], own])[1:], dtype, "it counts positions, or keeps a state, by itself")
+            own = _reference(model, token_N, "eager")
+            exact = dtype == torch.float32
+            for ours, theirs, why in (
+                (first, own[:NUM_FIRST], "its attention or its positions are made of more than the engine gives it"),
+                (later, torch.cat([own[NUM_FIRST:], own])[1:], "it counts positions, or keeps a state, by itself"),
+            ):
+                gap = _gap(ours, theirs)
+                near = gap <= (TOLERANCE if exact else TOLERANCE_16_BITS)
+                if not near and (exact or not gap <= _rounding(model, token_N, own)):
+                    raise Refused(f"its logits differ by {gap:.0%} from those of transformers' own attention: {why}")
             norm, no_states = watched.between(layers, first, cap, config.hidden_size)
         return Contract(cache.layers, first.shape[-1], layers, norm, no_states)
     except Refused:
@@ -191,9 +199,9 @@ def call(model: Any, token_N: Tensor, window: Window, keep: Tensor | None = None
     return logits
 
 
-def _reference(model: Any, token_N: Tensor) -> Tensor:
+def _reference(model: Any, token_N: Tensor, attention: str) -> Tensor:
     """[N, V] logits by transformers' own attention."""
-    _use(model, "eager")
+    _use(model, attention)
     try:
         logits: Tensor = model(input_ids=token_N.unsqueeze(0), use_cache=False).logits[0]
     except Exception as error:
@@ -243,21 +251,30 @@ def layers_of(model: Any, num_layers: int) -> nn.ModuleList | None:
     return None
 
 
-def _compare(ours_NV: Tensor, theirs_NV: Tensor, dtype: torch.dtype, why: str) -> None:
-    """Raise Refused unless the logits are the same but for rounding."""
+def decoder_of(model: Any) -> Any:
+    """What makes the states that the output layer reads."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder
+
+
+def _gap(ours_NV: Tensor, theirs_NV: Tensor) -> float:
+    """How far logits are from others, as a share of the spread of those. Raises Refused if those are not finite."""
     ours_NV, theirs_NV = ours_NV.double(), theirs_NV.double()
-    masked_NV = theirs_NV == -torch.inf  # tokens that a model never says
-    if not theirs_NV.masked_fill(masked_NV, 0.0).isfinite().all() or masked_NV.all(-1).any():
-        raise Refused(
-            f"its logits are not finite (nan or inf) in {str(dtype).removeprefix('torch.')}: use another dtype, or fetch the "
-            "model again"
-        )
-    ours_NV = ours_NV.masked_fill(masked_NV & (ours_NV == -torch.inf), 0.0)
-    theirs_NV = theirs_NV.masked_fill(masked_NV, 0.0)
+    never_NV = theirs_NV < -1e9  # tokens that a model never says
+    if not theirs_NV.masked_fill(never_NV, 0.0).isfinite().all() or never_NV.all(-1).any():
+        raise Refused("its logits are not finite (nan or inf); use another dtype, or fetch the model again")
+    ours_NV, theirs_NV = ours_NV.masked_fill(never_NV & (ours_NV < -1e9), 0.0), theirs_NV.masked_fill(never_NV, 0.0)
     spread_NV = theirs_NV - theirs_NV.mean(-1, keepdim=True)
-    gap = ((ours_NV - theirs_NV).norm() / spread_NV.norm().clamp(min=1e-12)).item()
-    if not gap <= TOLERANCE.get(dtype, 1e-2):
-        raise Refused(f"its logits differ by {gap:.0%} of their spread from those of transformers' own attention: {why}")
+    return ((ours_NV - theirs_NV).norm() / spread_NV.norm().clamp(min=1e-12)).item()
+
+
+def _rounding(model: Any, token_N: Tensor, own_NV: Tensor) -> float:
+    """What rounding may make of the logits in 16 bits: as much as between two of transformers' own attentions, and more."""
+    try:
+        between = _gap(_reference(model, token_N, "sdpa"), own_NV)
+    except ValueError:  # a model that has one of its own only
+        between = 0.0
+    return min(2 * between, MOST_16_BITS)
 
 
 class _Watched:

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import LONGROPE, NO_WIDTH, Case, generated, make, prompts
+from transformers import AutoConfig, masking_utils
 
-from specdec import hub
+from specdec import hub, method, rejection
+from specdec.checkpoint import causal_lm
+from specdec.contract import Probe
+from specdec.core import Request, SamplingParams
+from specdec.drafter import Init
+from specdec.engine import Engine
+from specdec.kv import Refused, SlotCache
 from specdec.linear import PackedLinear, can_pack
 from specdec.target import CausalLM
+from specdec.training.data import Sample
+from specdec.training.features import Online
 
 CPU = torch.device("cpu")
 
@@ -128,6 +141,7 @@ def test_packed_linear_is_a_linear_whose_rows_are_alone(shape: tuple[int, int], 
     many = packed(x[0])
     for count in (1, 2, 3, 4, 7, 8, 16, 33):
         assert torch.equal(packed(x[0, :count]), many[:count])
+    assert torch.equal(packed.weight, plain.weight), "models may read it, as routers do"
 
 
 def test_models_that_cannot_roll_back_are_refused(tmp_path) -> None:
@@ -137,3 +151,180 @@ def test_models_that_cannot_roll_back_are_refused(tmp_path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be rolled back"):
         CausalLM(tmp_path, "float32", "cpu")
+
+
+# ------------------------------------------------------------------------------------------ LongRoPE
+
+
+@pytest.fixture(scope="module")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sets of factors: one up to 70 tokens, another for the rest of 512."""
+    directory = tmp_path_factory.mktemp("longrope")
+    rope = {**LONGROPE, "original_max_position_embeddings": 70}
+    make(Case("phi3", {**NO_WIDTH, "original_max_position_embeddings": 70, "rope_parameters": rope}), directory)
+    return directory
+
+
+def test_a_longrope_model_ends_where_its_first_factors_do(longrope: Path, one_line: Callable[..., str]) -> None:
+    """Beyond, transformers turns every position of a forward by other factors, whatever row it is of."""
+    target = CausalLM(longrope, "float32", "cpu")
+    assert target.max_model_len == 70
+    none, scheme = method.build("none", target), rejection.build("standard")
+    words = ("max_model_len=71 is outside 2..70", "LongRoPE")
+    one_line(lambda: Engine(target, none, scheme, max_model_len=71), *words)
+    long = Request("a", list(range(70)), SamplingParams(max_tokens=1))
+    one_line(lambda: Engine(target, none, scheme).add(long), "the prompt has 70 tokens", "shorten the prompt; ", "LongRoPE")
+    sample = Sample("a", np.arange(71), np.ones(71, dtype=bool))
+    one_line(lambda: Online(target, [1])([sample]), "sample a has 71 tokens", "lower data.max_length", "LongRoPE")
+    drafter = method.build("draft_model", CausalLM("tiny", "float32", "cpu"), model=target, num_speculative_tokens=2)
+    assert drafter.max_model_len == 70, "rows that are longer are not drafted for"
+
+
+def test_a_longrope_model_decodes_what_generate_does_up_to_there(longrope: Path) -> None:
+    """Prompts of 3 to 64 tokens beside each other, and answers that end at 70."""
+    target = CausalLM(longrope, "float32", "cpu")
+    want = [answer[: 70 - len(ids)] for ids, answer in zip(prompts(), generated(longrope), strict=True)]
+    for max_model_len in (None, 70):
+        engine = Engine(
+            target, method.build("none", target), rejection.build("standard"), max_batch_size=3, max_model_len=max_model_len
+        )
+        params = [SamplingParams(temperature=0, max_tokens=len(answer)) for answer in want]
+        requests = [Request(str(i), ids, own) for i, (ids, own) in enumerate(zip(prompts(), params, strict=True))]
+        done = {request.id: request.output_token_ids for request in engine.run(requests)}
+        assert [done[str(i)] for i in range(len(want))] == want
+    assert len(want[-1]) == 6
+
+
+def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
+    longrope: Path, one_line: Callable[..., str]
+) -> None:
+    target, own = CausalLM("tiny", "float32", "cpu"), method.find("draft_model")
+    checkpoint = causal_lm.read(longrope)
+    target.vocab_size = 320
+    drafter: Any = own(target, checkpoint, 2)  # type: ignore[call-arg]
+    drafter.for_training(drafter.objective, drafter.init_type())
+    batches = {n: Online(target, [])([Sample("a", np.arange(n), np.ones(n, dtype=bool))]) for n in (70, 71)}
+    drafter.loss(batches[70])[0].backward()
+    one_line(lambda: drafter.loss(batches[71]), "a sample of 71 tokens", "data.max_length=70", "LongRoPE")
+
+
+# ------------------------------------------------------------------------------------------ what is asked of a model
+
+
+@pytest.mark.parametrize(
+    ("rule", "sliding_window", "word"),
+    [
+        (masking_utils.causal_mask_function, None, ""),
+        (masking_utils.sliding_window_causal_mask_function(24), 24, ""),
+        (masking_utils.sliding_window_causal_mask_function(4096), None, "does not see"),  # the window is in the mask alone
+        (masking_utils.sliding_window_causal_mask_function(25), 24, "sees"),
+        (masking_utils.sliding_window_causal_mask_function(23), 24, "does not see"),
+        (masking_utils.causal_mask_function, 24, "sees"),
+        (masking_utils.bidirectional_mask_function, None, "position 0 sees position 1"),
+        (masking_utils.sliding_window_bidirectional_mask_function(24), 24, "sees"),
+        (masking_utils.chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)), None, "does not see"),
+        (masking_utils.packed_sequence_mask_function(torch.zeros(1, 4)), None, "cannot be read"),
+    ],
+)
+def test_the_rule_of_a_mask_is_that_of_the_slots(rule: Any, sliding_window: int | None, word: str) -> None:
+    """Far beyond the few tokens of the probe."""
+    probe = Probe(SlotCache([], torch.float32, CPU), most_positions=131072)
+    if not word:
+        probe._check_mask(rule, sliding_window, torch.nn.Identity())
+        return
+    with pytest.raises(Refused, match=word):
+        probe._check_mask(rule, sliding_window, torch.nn.Identity())
+
+
+def test_a_window_that_only_the_mask_knows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_line: Callable[..., str]
+) -> None:
+    """The probe has fewer tokens than the window, so the logits are those of transformers."""
+    from transformers.models.mistral import modeling_mistral
+
+    make(Case("mistral", {"sliding_window": 24}), tmp_path)
+    assert CausalLM(tmp_path, "float32", "cpu").vocab_size == 320
+    forward = modeling_mistral.MistralAttention.forward
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held, self.config.sliding_window = self.config.sliding_window, None
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.config.sliding_window = held
+
+    monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", without)
+    one_line(lambda: CausalLM(tmp_path, "float32", "cpu"), "model_type 'mistral'", "a mask that the engine does not know")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda attention, q, k, v, **more: attention(q, k, v, **{**more, "scaling": 2 * more["scaling"]}),
+        lambda attention, q, k, v, **more: attention(q, k, v.roll(1, 2), **more),
+        lambda attention, q, k, v, **more: (attention(q, k, v, **more)[0] + v.mean(2).repeat(1, 2, 1).unsqueeze(1), None),
+    ],
+    ids=["another scale", "another token's values", "the mean of all tokens"],
+)
+def test_what_attention_does_beside_the_interface_is_found(
+    break_it: Any, dtype: str, monkeypatch: pytest.MonkeyPatch, one_line: Callable[..., str]
+) -> None:
+    """Whatever makes other logits over the slot cache than transformers' own attention."""
+    from transformers import AttentionInterface
+
+    from specdec import contract
+    from specdec.kv import slot_attention
+
+    def broken(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
+        def attention(q: Any, k: Any, v: Any, **rest: Any) -> Any:
+            return slot_attention(module, q, k, v, attention_mask, **rest)
+
+        return break_it(attention, query, key, value, **more)
+
+    for name in (contract.ATTENTION, contract.PROBE):
+        monkeypatch.setitem(AttentionInterface._global_mapping, name, broken)
+    one_line(lambda: CausalLM("tiny", dtype, "cpu"), "model_type 'llama' cannot be decoded here", "transformers' own attention")
+
+
+def test_what_is_no_causal_lm_is_refused_for_what_it_is(tmp_path: Path, one_line: Callable[..., str]) -> None:
+    """Another copy of the weights would not help."""
+    AutoConfig.for_model("vit", hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path)
+    said = one_line(lambda: CausalLM(tmp_path, "float32", "cpu"), "model_type 'vit'", "use another model")
+    assert "fetch" not in said
+
+
+def test_states_that_cannot_be_used_are_refused_before_a_directory_is_taken(
+    tmp_path: Path, one_line: Callable[..., str]
+) -> None:
+    make(Case("modernbert-decoder", {"sliding_window": 24}), tmp_path)
+    target = CausalLM(tmp_path, "float32", "cpu")
+    words = ("hidden states of model_type 'modernbert-decoder' cannot be used", "ngram")
+    one_line(lambda: Online(target, [1]), *words)
+    for name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
+        own: Any = method.find(name)
+        one_line(lambda own=own: own.fresh(target, {}, Init()), *words)
+    out = tmp_path / "states"
+    given = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
+    one_line(
+        lambda: method.build("extract_hidden_states", target, shared_storage_path=str(out), draft_model_config=given), *words
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gpt_neox", "phi"])
+def test_layers_under_other_names_make_a_draft_model(name: str, tmp_path: Path) -> None:
+    """The first of two layers, trained from the target's own, and read back."""
+    more = {"ffn_dim": 128, "word_embed_proj_dim": 64} if name == "opt" else {}
+    make(Case(name, {**NO_WIDTH, **more}), tmp_path / "target")
+    target, own = CausalLM(tmp_path / "target", "float32", "cpu"), method.find("draft_model")
+    drafter: Any = own(target, own.fresh(target, {"num_hidden_layers": 1}, None), 2)  # type: ignore[attr-defined, call-arg]
+    drafter.for_training(drafter.objective, drafter.init_type())
+    drafter.loss(Online(target, [])([Sample("a", np.arange(20), np.ones(20, dtype=bool))]))[0].backward()
+    (tmp_path / "draft").mkdir()
+    drafter.write(tmp_path / "draft", drafter.state_dict(), {}, "")
+    draft = CausalLM(tmp_path / "draft", "float32", "cpu")
+    assert draft.num_layers == 1
+    assert torch.equal(
+        draft.layers[0].state_dict()[key := next(iter(draft.layers[0].state_dict()))], target.layers[0].state_dict()[key]
+    )

@@ -117,15 +117,15 @@ def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Ch
     whole = taken(model, method, name)
     assert whole.tensors is not None
     config, num_layers = whole.config["hf_config"], whole.config["num_hidden_layers"]
-    layers = layers_of(model, num_layers)
+    layers, alone = layers_of(model, num_layers), f"{name}: some layers of a {model.config.model_type} alone make no model"
     if layers is None:
-        raise ValueError(
-            f"{name}: the decoder layers of a {model.config.model_type} are not in one list, of which some could be taken; "
-            "give a whole model, train.drafter.model=DIR"
-        )
+        raise ValueError(f"{alone}, since they are not in one list; give a whole one, train.drafter.model=DIR")
     for key, value in config.items():  # what a config says of each layer
         if isinstance(value, list) and len(value) == num_layers and key != "architectures":
             config[key] = [value[layer] for layer in layer_ids]
+    if isinstance(by_layer := config.get("per_layer_config"), dict):
+        by_layer = {int(layer): own for layer, own in by_layer.items()}
+        config["per_layer_config"] = {i: by_layer[layer] for i, layer in enumerate(layer_ids) if layer in by_layer}
     config[model.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layer_ids)
     if "max_window_layers" in config:  # said by layer_types
         config["max_window_layers"] = len(layer_ids)
@@ -136,6 +136,12 @@ def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Ch
         tensors |= {
             f"{prefix}{place}.{key.removeprefix(own)}": tensor for key, tensor in whole.tensors.items() if key.startswith(own)
         }
+    own_shapes = {key: tensor.shape for key, tensor in on_meta(config).state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        own_shapes.pop(named(model, model.get_output_embeddings()) + ".weight", None)
+    held = {key: tensor.shape for key, tensor in tensors.items()}
+    if strange := sorted(key for key in held | own_shapes if held.get(key) != own_shapes.get(key)):
+        raise ValueError(f"{alone}, since its {strange[0]} would be another; give a whole one, train.drafter.model=DIR")
     facts = whole.config | {"num_hidden_layers": len(layer_ids), "hf_config": config}
     return Checkpoint(method, facts, {}, tensors, name)
 

@@ -26,11 +26,12 @@ from torch import Tensor
 from specdec import hub, vocabulary
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
+from specdec.contract import decoder_of
 from specdec.core import Checked, Context, Draft, Request
 from specdec.drafter import Drawing, check_drafting, nothing
 from specdec.kv import end_to_end
 from specdec.parallel_state import ALONE
-from specdec.target import CausalLM, capped, load_weights
+from specdec.target import CausalLM, capped, load_weights, longrope_limit
 from specdec.training import losses, parallel, unroll
 from specdec.training.features import Batch
 from specdec.training.learner import Learner
@@ -288,6 +289,11 @@ class DraftModel(Learner):
         position_N = parallel.positions(plan)
         token_N = torch.cat([batch.token_N, self.masks(parallel.num_masks(plan))])
         reach = int(position_N.max()) + 1
+        if (limit := longrope_limit(self.lm.config)) is not None and reach > limit:
+            raise ValueError(
+                f"a sample of {reach} tokens is over the {limit} for which the draft model's LongRoPE has one set of factors; "
+                f"give data.max_length={limit}"
+            )
 
         def window(
             module: Any,
@@ -303,7 +309,7 @@ class DraftModel(Learner):
             q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
             return parallel.in_depths(plan, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
 
-        state_ND = self.lm.get_decoder()(
+        state_ND = decoder_of(self.lm)(
             inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
             use_cache=False, window=window,
         ).last_hidden_state[0]  # fmt: skip

@@ -23,7 +23,7 @@ from specdec.chain import PREFILL_CHUNK, Attend, ChainDrafter
 from specdec.checkpoint import foreign, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Checked, Context, Draft
+from specdec.core import Checked, Context, Draft, first_line
 from specdec.drafter import Objective as Unrolled
 from specdec.drafter import nothing
 from specdec.target import CausalLM
@@ -98,19 +98,12 @@ def _layer(target: CausalLM, place: int) -> nn.Module:
     return layer.float()
 
 
-def _check_parts(target: CausalLM) -> None:
-    """Raise ValueError, one line, for a target whose layers do not run on their own, as most do."""
-    norm, decoder = target.final_norm, target.model.get_decoder()
-    try:
-        like = [(key, part.shape) for key, part in type(norm)(target.hidden_size).state_dict().items()]
-        runs = hasattr(target.layers[-1], "self_attn") and hasattr(decoder, "rotary_emb")
-    except Exception:  # whatever takes other arguments than a width
-        like, runs = [], False
-    if not runs or like != [(key, part.shape) for key, part in norm.state_dict().items()]:
-        raise ValueError(
-            f"{target.name}: method mtp drafts with decoder layers of the target's own kind, and those of model_type "
-            f"{target.config.model_type!r} cannot be built one by one; use another method, such as eagle3"
-        )
+def _not_alone(target: CausalLM, error: Exception) -> ValueError:
+    """For a target whose layers do not run on their own, as those of most do."""
+    return ValueError(
+        f"{target.name}: method mtp drafts with decoder layers of the target's own kind, and those of model_type "
+        f"{target.config.model_type!r} do not run one by one ({first_line(error)}); use another method, such as eagle3"
+    )
 
 
 class MTP(ChainDrafter):
@@ -143,7 +136,10 @@ class MTP(ChainDrafter):
     def build(self, config: dict[str, Any]) -> None:
         self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
-        _check_parts(self.target)
+        try:
+            Module(self.target, 0)
+        except Exception as error:  # whatever a class wants beside a config and a number
+            raise _not_alone(self.target, error) from None
         self.like = native_modules.kind_of_layer(self.target.config)
         num_modules = self.architecture.num_modules or 1
         if 1 < num_modules < self.num_speculative_tokens:
@@ -156,6 +152,19 @@ class MTP(ChainDrafter):
         # of each row, the last states, which later modules will read again, and the position behind them; a prompt's come from
         # position 0 on, so those of the row's request before are not read
         self.tail: dict[int, tuple[int, Tensor]] = {}
+
+    def prepare(self) -> None:
+        super().prepare()
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return query.new_zeros(*query.shape[:2], value.shape[2])
+
+        try:  # once, with two tokens: what a layer is given here is not what every class wants
+            with torch.no_grad():
+                state_ND = torch.zeros(2, self.target.hidden_size, dtype=self.dtype, device=self.target.device)
+                self.step(state_ND, state_ND, torch.arange(2, device=self.target.device), attend)
+        except Exception as error:
+            raise _not_alone(self.target, error) from None
 
     def slots(self) -> list[tuple[int, ...]]:
         return [self.target.slots()[self.like]] * len(self.mtp)
