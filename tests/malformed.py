@@ -824,6 +824,54 @@ def summary_cases() -> Iterator[Case]:
         yield case("share", f"categories.chat.{key}", as_json(SUMMARY | {"categories": {"chat": overall}}))
 
 
+@cache
+def finished_run() -> Path:
+    """The directory of a run of eval/run.py that is through."""
+    directory = Path(tempfile.mkdtemp())
+    called("eval/run.py", *RESUMED, f"out_dir={directory / 'run'}", weights=True)(directory)
+    return directory / "run"
+
+
+RESUMED = ("model=tiny", "limit=2", "sampling.max_tokens=4", "baseline=false", "method=ngram")
+
+
+def resume_cases() -> Iterator[Case]:
+    """A run that is to go on from files that are not as they were left, and one whose acceptance is asked for."""
+    (first, *rest) = [json.loads(line) for line in (finished_run() / "requests.jsonl").read_text().splitlines()]
+    profile = runpy.run_path(str(ROOT / "eval/profile_cost.py"))
+
+    def case(name: str, file: str, content: bytes, *words: str) -> Iterator[Case]:
+        def resumed(scratch: Path) -> Any:
+            shutil.copytree(finished_run(), scratch / "run")
+            (scratch / "run" / file).write_bytes(content)
+            called("eval/run.py", *RESUMED, f"out_dir={scratch / 'run'}", "resume=true", weights=True)(scratch)
+
+        def profiled(scratch: Path) -> Any:
+            shutil.copytree(finished_run(), scratch / "run")
+            (scratch / "run" / file).write_bytes(content)
+            return profile["read_run"](scratch / "run", "ngram")
+
+        yield Case("resumed runs", f"resume, {file}: {name}", resumed, words)
+        if file == "requests.jsonl":
+            yield Case("resumed runs", f"profile_cost, {file}: {name}", profiled, words)
+
+    tail = b"".join(as_json(row) + b"\n" for row in rest)
+    for kind, content in BROKEN.items():
+        yield from case(kind, "run.json", content)
+        if content:
+            yield from case(kind, "requests.jsonl", content + b"\n" + tail)
+    for place, (key, value) in enumerate(first.items()):
+        if key not in report._Row.model_fields:
+            continue
+        without = {k: v for k, v in first.items() if k != key}
+        yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)
+        others = [other for _, other in wrong(type(value)) if not isinstance(other, bytes) and type(other) is not object]
+        other = others[place % len(others)]
+        yield from case(f"{key}={other!r}", "requests.jsonl", as_json(first | {key: other}) + b"\n" + tail, key)
+    shorter = first | {"drafted": first["drafted"][:-1]}
+    yield from case("lists of two lengths", "requests.jsonl", as_json(shorter) + b"\n" + tail, "not of one length")
+
+
 def manifest_cases() -> Iterator[Case]:
     target = tiny().target
     whole = features.identity(target, (1, target.num_layers))
@@ -1076,6 +1124,7 @@ MAKERS: dict[str, Callable[[], Iterator[Case]]] = {
     "speculative": speculative_cases,
     "hub": hub_cases, "files of a target": target_cases, "drafters": drafter_cases, "lint": lint_cases, "prompts": prompt_cases,
     "rows": row_cases, "traces": trace_cases, "costs": cost_cases, "summaries": summary_cases, "manifests": manifest_cases,
+    "resumed runs": resume_cases,
     "command lines": command_cases, "processes": process_cases,
 }  # fmt: skip
 
