@@ -212,7 +212,8 @@ def first_mistake(error: ValidationError, what: str = "") -> str:
         return str(first["ctx"]["error"])
     # a field of several types has the failing type behind its name
     types = ("int", "str", "float", "bool", "none")
-    key = ".".join(str(part) for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part)))
+    parts = [part for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part))]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     return f"{what}{key}={short_repr(first['input'])}: {first['msg'].lower()}"
 
 

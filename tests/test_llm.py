@@ -584,7 +584,7 @@ def mean(length: float) -> dict[str, Any]:
         (rates(0.5, 0.6, 0.1), ["rise", "0.5", "0.6"]),
         (rates(1.2, 0.6, 0.1), ["synthetic_acceptance_rates[0]=1.2", "[0, 1]"]),
         (rates(0.9, 0.6, -0.1), ["synthetic_acceptance_rates[2]=-0.1", "[0, 1]"]),
-        (rates(0.9, 0.6, float("nan")), ["synthetic_acceptance_rates[2]=nan", "[0, 1]"]),
+        (rates(0.9, 0.6, float("nan")), ["synthetic_acceptance_rates[2]=nan", "finite number"]),
         (rates(0.9, 0.6), ["2 entries", "num_speculative_tokens", "3"]),
         (rates(), ["0 entries"]),
         (mean(0.9), ["synthetic_acceptance_length=0.9", "[1, ", "4]"]),
