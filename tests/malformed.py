@@ -134,8 +134,15 @@ def outcome(case: Case, scratch: Path) -> tuple[str, str]:
 VALUES: dict[str, Any] = {
     "none": None, "true": True, "float": 1.5, "nan": float("nan"), "inf": float("inf"), "minus": -1, "zero": 0, "huge": 2**70,
     "number": 7, "digits": "8", "word": "banana", "empty": "", "half": HALF, "list": [1], "words": ["a"], "mapping": {"a": 1},
-    "nested": [[["a"]]], "object": object(), "bytes": b"x",
+    "nested": [[["a"]]], "object": object(), "bytes": b"x", "deep": [],
 }  # fmt: skip
+for _ in range(10_000):
+    VALUES["deep"] = [VALUES["deep"]]
+
+
+def writable(value: Any) -> bool:
+    """Whether JSON has such a value."""
+    return not isinstance(value, bytes) and type(value) is not object and value is not VALUES["deep"]
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -744,7 +751,7 @@ def cost_cases() -> Iterator[Case]:
     contents: dict[str, bytes] = dict(BROKEN)
     for key, value in whole.items():
         for name, other in wrong(type(value) if value is not None else list[list[int]] | None):
-            if isinstance(other, bytes) or type(other) is object:
+            if not writable(other):
                 continue
             contents[f"{key}={name}"] = as_json(whole | {key: other})
         contents[f"without {key}"] = as_json({k: v for k, v in whole.items() if k != key}) if key != "schedule" else b"{}"
@@ -807,7 +814,7 @@ def summary_cases() -> Iterator[Case]:
             if kind != "deep inside" or reader:
                 yield case(reader, kind, content)
     for place, (key, value) in enumerate(SUMMARY.items()):
-        others = [other for _, other in wrong(hints[key]) if not isinstance(other, bytes) and type(other) is not object]
+        others = [other for _, other in wrong(hints[key]) if writable(other)]
         for number, reader in enumerate(readers):
             other = others[(place + number) % len(others)]
             yield case(reader, f"{key}={other!r}", as_json(SUMMARY | {key: other}))
@@ -818,7 +825,7 @@ def summary_cases() -> Iterator[Case]:
         )
         del value
     for place, key in enumerate(SUMMARY["overall"]):
-        others = [other for _, other in wrong(numbers[key]) if not isinstance(other, bytes) and type(other) is not object]
+        others = [other for _, other in wrong(numbers[key]) if writable(other)]
         overall = SUMMARY["overall"] | {key: others[place % len(others)]}
         yield case("compare", f"overall.{key}={others[place % len(others)]!r}", as_json(SUMMARY | {"overall": overall}))
         yield case("share", f"categories.chat.{key}", as_json(SUMMARY | {"categories": {"chat": overall}}))
@@ -865,7 +872,7 @@ def resume_cases() -> Iterator[Case]:
             continue
         without = {k: v for k, v in first.items() if k != key}
         yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)
-        others = [other for _, other in wrong(type(value)) if not isinstance(other, bytes) and type(other) is not object]
+        others = [other for _, other in wrong(type(value)) if writable(other)]
         other = others[place % len(others)]
         yield from case(f"{key}={other!r}", "requests.jsonl", as_json(first | {key: other}) + b"\n" + tail, key)
     shorter = first | {"drafted": first["drafted"][:-1]}
@@ -889,7 +896,7 @@ def manifest_cases() -> Iterator[Case]:
         yield case(kind, content)
     for key in ("format", "version", "hidden_size", "num_layers", "vocab_size", "layer_ids", "dtype"):
         for name, value in VALUES.items():
-            if isinstance(value, bytes) or type(value) is object or (key, name) in (("version", "true"),):
+            if not writable(value) or (key, name) in (("version", "true"),):
                 continue
             yield case(f"{key}={name}", as_json(whole | {key: value}))
     yield case("nothing beside it", as_json(whole))
