@@ -6,7 +6,7 @@ JOBS ?= 2
 RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help demo drafter drafters test lint prove malformed bench gpu gpu-wheels
+.PHONY: help demo drafter drafters test lint prove malformed kills bench gpu gpu-wheels
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -78,6 +78,10 @@ prove: $(VENV)/.done
 	$(RUN) eval/prove.py
 	$(RUN) tests/malformed.py
 	$(RUN) -m pytest -m prove
+
+## make kills       20 kills at random moments of everything that writes: nothing lost, and all as in an uninterrupted run
+kills: $(VENV)/.done
+	$(RUN) tests/kills.py
 
 ## make malformed   malformed inputs over every door: each must end in one line (4 minutes)
 malformed: $(VENV)/.done

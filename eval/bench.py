@@ -20,7 +20,7 @@ def run(cfg: dict[str, Any]) -> None:
     import torch
     from transformers.utils import logging
 
-    from specdec import bench, config, hub, linear, method, rejection, report, tasks, track
+    from specdec import bench, config, hub, linear, method, rejection, report, stats, tasks, track
     from specdec.core import Request, SamplingParams
     from specdec.engine import Engine
     from specdec.method import suffix
@@ -103,8 +103,7 @@ def run(cfg: dict[str, Any]) -> None:
                         "theirs": rival,
                         "ours_tokens_per_s": timings[name].tokens_per_s,
                         "theirs_tokens_per_s": timings[rival].tokens_per_s,
-                        "ratio": bench.median_ratio(timings[name], timings[rival]),
-                        "pooled_ratio": timings[name].tokens_per_s / timings[rival].tokens_per_s,
+                        **bench.ratios(timings[name], timings[rival]),
                     }
                 )
             for name, settings in (
@@ -125,7 +124,17 @@ def run(cfg: dict[str, Any]) -> None:
     track.claim(out_dir, False, {"bench": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     track.write_json(out_dir / "bench.json", results)
-    report.show(*report.bench_tables(results), f"written to {out_dir}")
+    report.show(*report.bench_tables(results))
+    if target.device.type == "cpu":
+        shares = {
+            f"{name} ({line['dtype']}, {line['threads']} threads)": share
+            for line in results["speed"]
+            for name, share in zip((line["ours"], line["theirs"]), line["wall_over_cpu"], strict=True)
+        }
+        worst = dict(sorted(shares.items(), key=lambda pair: -pair[1])[:1])
+        if reasons := stats.busy_reasons({}, worst):
+            report.show(f"{report.busy_note(reasons, None)}; compare the ratios by CPU time")
+    report.show(f"written to {out_dir}")
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
         outputs, said = report.lossless_said(verifier, params.greedy, *merged)
         plain_speed = (found[PLAIN]["at"] if found else at)[str(levels[-1])]["output_tokens_per_s"]
+        high = stats.ratio_of_rates(*work_and_seconds(base[levels[-1]]), *work_and_seconds(own[levels[-1]]))
         found[name] = {
             "method": settings[name].resolved_method,
             "speculative_config": settings[name].model_dump(exclude_none=True),
@@ -137,8 +138,22 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             "outputs_said": said,
             "gain_low": stats.ratio_of_sums(base[levels[0]].end_to_end(), own[levels[0]].end_to_end()),
             "gain_high": at[str(levels[-1])]["output_tokens_per_s"] / plain_speed,
+            "gain_high_interval": [high["low"], high["high"]],
+            "gain_cpu": {str(level): cpu_gain(base[level], own[level]) for level in levels},
             "at": at,
         }
+    low, high = records[levels[0]], records[levels[-1]]
+    latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
+    throughput = {name: work_and_seconds(record) for name, record in high.items()}
+    verdicts = {
+        "low": verdict("low", latency, found, str(levels[0])),
+        "high": verdict("high", throughput, found, str(levels[-1])),
+    }
+    busy = {}
+    if target.device.type == "cpu":
+        for level in levels:
+            shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in records[level].items()}
+            busy[str(level)] = stats.busy_reasons({}, shares)
     summary = identity | {
         "plain": PLAIN,
         "levels": [str(level) for level in levels],
@@ -146,6 +161,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "num_requests": len(chosen),
         "cost_context": context,
         "environment": track.environment(),
+        "fastest": verdicts,
+        "busy": busy,
         "runs": found,
     }
     track.write_json(out_dir / "choose.json", summary)
@@ -153,10 +170,11 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     report.plot_choose(summary, title, out_dir / "choose.png")
     report.show(*report.choose_tables(summary, title), "")
     print(report.markdown(*report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
-    gains = {"low": lambda own: own["gain_low"]["ratio"], "high": lambda own: own["gain_high"]}
-    for what, gain in gains.items():
-        best = max(found, key=lambda name, gain=gain: gain(found[name]))
-        report.show(f"fastest at the {what} rate: {best}, {gain(found[best]):.2f}")
+    report.show(*verdicts.values())
+    for level, reasons in busy.items():
+        if reasons:
+            gains = ", ".join(f"{name} {own['gain_cpu'][level]:.2f}" for name, own in found.items() if name != PLAIN)
+            report.show(f"{report.busy_note(reasons, None)}; gains by CPU time at rate {level}: {gains}")
     for name, own in found.items():
         if own["outputs_said"].startswith("NO"):
             report.show(f"warning: {name}: {own['outputs_said']}")
@@ -176,6 +194,44 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
         "predicted_tokens_per_s": emitted / predicted if predicted else None,
         "measured_over_predicted": predicted / seconds if seconds else None,
     }
+
+
+def work_and_seconds(record: Any) -> tuple[list[float], list[float]]:
+    """Output tokens of each request, and the engine's time that it accounts for."""
+    from specdec import stats
+
+    return record.each(lambda one: one.num_output_tokens), record.each(lambda one: stats.engine_seconds(one.stats))
+
+
+def cpu_gain(base: Any, own: Any) -> float:
+    """Tokens per second of CPU time, prefill included, over those of the baseline."""
+    from specdec import stats
+
+    amounts, seconds = [], []
+    for record in (base, own):
+        amounts.append(record.each(lambda one: one.num_output_tokens))
+        seconds.append(record.each(lambda one: stats.engine_cpu_seconds(one.stats)))
+    return stats.ratio_of_rates(amounts[0], seconds[0], amounts[1], seconds[1])["ratio"]
+
+
+def verdict(rate: str, measured: dict[str, tuple[list[float], list[float]]], runs: dict[str, Any], level: str) -> str:
+    """Which run is fastest at a rate, in a line; none is where the noise does not allow it.
+
+    measured: work and seconds of each request, by run; only a run that drafted something, and that is faster by CPU time too,
+    can be it.
+    """
+    from specdec import stats
+
+    candidates = [name for name, own in runs.items() if own["at"][level]["num_draft_tokens"] and own["gain_cpu"][level] > 1]
+    amounts, seconds = ({name: pair[place] for name, pair in measured.items()} for place in (0, 1))
+    best, level_with = stats.fastest(seconds, amounts, PLAIN, candidates)
+    if len(seconds[PLAIN]) < stats.MIN_REQUESTS:
+        return f"{rate} rate: {len(seconds[PLAIN])} requests are too few to name the fastest; give {stats.MIN_REQUESTS} or more"
+    if best is None:
+        return f"{rate} rate: no run is faster than {PLAIN} beyond the noise"
+    gain = stats.ratio_of_rates(*measured[PLAIN], *measured[best])
+    beside = f"; within the noise of it: {', '.join(level_with)}" if level_with else ""
+    return f"fastest at the {rate} rate: {best}, {gain['ratio']:.2f} ({gain['low']:.2f} to {gain['high']:.2f}){beside}"
 
 
 def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ with script.one_line():
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 NUMBERS = (
     "mean_acceptance_length", "acceptance_rate_per_position", "tokens_per_step", "decode_tokens_per_s", "draft_s_per_step",
-    "verify_s_per_step", "speedup", "speedup_model", "efficiency",
+    "verify_s_per_step", "speedup", "speedup_interval", "speedup_cpu", "speedup_model", "efficiency",
 )  # fmt: skip
 SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
@@ -55,6 +55,9 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     short = report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
     report.show(report.compare_table(labelled), report.category_table(labelled))
+    for name, summary in labelled.items():
+        if summary["busy"]:
+            report.show(f"{name}: {report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
     out.mkdir(parents=True, exist_ok=True)
     with writing(out / "compare.png"):
         plot = report.plot_compare(labelled, out / "compare.png")
@@ -72,7 +75,16 @@ def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
 def read(directory: Path) -> dict[str, Any]:
     if not (directory / "summary.json").exists():
         raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
-    keys = (*MUST_AGREE, *SPEED_DEPENDS_ON, "method", "num_speculative_tokens", "lossless_short", "environment", "overall")
+    keys = (
+        *MUST_AGREE,
+        *SPEED_DEPENDS_ON,
+        "method",
+        "num_speculative_tokens",
+        "lossless_short",
+        "environment",
+        "busy",
+        "overall",
+    )
     fix = "it was not written by this version of eval/run.py: run it again"
     return report.read_summary(directory, fix, (*keys, "categories"), NUMBERS)
 

@@ -128,6 +128,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
     plot = report.plot_load(served, track.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
     report.show(report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
+    share = stats.wall_over_cpu([one.stats for one in served]) if target.device.type == "cpu" else None
+    if reasons := stats.busy_reasons({}, {name: share}):
+        report.show(report.busy_note(reasons, None))
     if not verifier.lossless:
         report.show(f"lossless: NO, {verifier.name} does not keep the target's law")
     if cfg["logger"]["name"] == "wandb":

@@ -90,10 +90,8 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
                 same = sum(a == b for a, b in zip(outputs, reference, strict=True))
                 failures += same < len(prompts)
                 verdict = "ok  " if same == len(prompts) else "FAIL"
-                seconds = time.perf_counter() - began
-                print(
-                    f"{verdict} {path.stem:21} batch {batch_size}  {what}  {same}/{len(prompts)}  {seconds:6.1f} s", flush=True
-                )
+                result = f"{same}/{len(prompts)}  {time.perf_counter() - began:6.1f} s"
+                print(f"{verdict} {path.stem:21} batch {batch_size}  {what}  {result}", flush=True)
     return failures
 
 
@@ -101,6 +99,9 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path)
     """What a method's YAML leaves to the user."""
     directory, drafter = scratch / name, method.find(name)
     directory.mkdir(exist_ok=True)
+    if name == "hybrid":  # its second part takes the drafter
+        own = next(iter(drafters), "eagle3")
+        return {"method": name, "model": needed(own, target, drafters, scratch)["model"]}
     if name in drafters:
         return {"method": name, "model": drafters[name]}
     if name == "draft_model":
@@ -112,7 +113,8 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path)
         return {"method": name, "draft_model_config": layers, "shared_storage_path": str(directory)}
     if not issubclass(drafter, Drafter):
         return {"method": name}
-    native.save(directory, drafter.fresh(target, {}, Init()), {}, "")
+    if not (directory / "config.json").exists():
+        native.save(directory, drafter.fresh(target, {}, Init()), {}, "")
     return {"method": name, "model": str(directory)}
 
 

@@ -114,6 +114,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "environment": track.environment(),
         **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
+    has_own_cpu = target.device.type == "cpu" and processes.size == 1
+    summary["busy"] = report.busy_reasons(summary, name, has_own_cpu) if len(passes) > 1 else []
     two_vocabularies = getattr(proposer, "vocabulary", None)
     if isinstance(two_vocabularies, vocabulary.Shared):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
@@ -122,7 +124,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = report.plot_run(summary, title, out_dir / "run.png")
     more = [report.proposer_table(summary)] if "proposers" in summary["overall"] else []
+    more += [line] if (line := report.speedup_line(summary["overall"])) else []
     report.show(report.table(summary, title), *more, f"lossless: {said}")
+    if summary["busy"]:
+        report.show(report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if has_own_cpu else None))
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
         report.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"

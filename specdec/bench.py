@@ -24,9 +24,10 @@ Decode = Callable[[list[int]], int]  # prompt ids -> number of tokens generated
 
 @dataclass
 class Timing:
-    """Seconds and tokens per prompt, prefill included (both sides pay it)."""
+    """Seconds, CPU seconds of the process and tokens per prompt, prefill included (both sides pay it)."""
 
     seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -35,7 +36,17 @@ class Timing:
 
     @property
     def rates(self) -> np.ndarray:
+        """[n] tokens per second of each prompt."""
         return np.array(self.tokens) / np.array(self.seconds)
+
+    @property
+    def cpu_rates(self) -> np.ndarray:
+        """[n] tokens per CPU second of each prompt."""
+        return np.array(self.tokens) / np.array(self.cpu_s)
+
+    @property
+    def wall_over_cpu(self) -> float:
+        return sum(self.seconds) / sum(self.cpu_s)
 
 
 def side_by_side(contenders: dict[str, Decode], prompts: list[list[int]]) -> dict[str, Timing]:
@@ -45,18 +56,27 @@ def side_by_side(contenders: dict[str, Decode], prompts: list[list[int]]) -> dic
         decode(prompts[0])
     for prompt in prompts:
         for name, decode in contenders.items():
-            began = time.perf_counter()
+            began, began_cpu = time.perf_counter(), time.process_time()
             count = decode(prompt)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             timings[name].seconds.append(time.perf_counter() - began)
+            timings[name].cpu_s.append(time.process_time() - began_cpu)
             timings[name].tokens.append(count)
     return timings
 
 
-def median_ratio(ours: Timing, theirs: Timing) -> float:
-    """Median over prompts of the ratio of tokens/s."""
-    return float(np.median(ours.rates / theirs.rates))
+def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
+    """ours / theirs in tokens/s, over prompts: the median, what lies between the 10th and the 90th percentile, and the median
+    by CPU time; and of all prompts together."""
+    by_wall = ours.rates / theirs.rates
+    return {
+        "ratio": float(np.median(by_wall)),
+        "ratio_range": np.quantile(by_wall, [0.1, 0.9]).tolist(),
+        "cpu_ratio": float(np.median(ours.cpu_rates / theirs.cpu_rates)),
+        "pooled_ratio": ours.tokens_per_s / theirs.tokens_per_s,
+        "wall_over_cpu": [ours.wall_over_cpu, theirs.wall_over_cpu],
+    }
 
 
 def ours(engine: Engine, max_tokens: int) -> Decode:

@@ -48,16 +48,17 @@ class Geometry(Checked):
     def of(self, target: CausalLM) -> LlamaConfig:
         """Width and vocabulary are always the target's, whose embedding is shared."""
         theirs = target.config
-        heads = theirs.num_attention_heads
+        heads = _number(theirs, "num_attention_heads") or 1
         rope = dict(getattr(theirs, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
-        rope = dict(rope.get("full_attention", rope))  # Gemma 3 has one of them for each kind of layer
+        # Gemma 3 has one of them for each kind of layer, and some kinds may have none
+        rope = dict(rope.get("full_attention") or next((own for own in rope.values() if isinstance(own, dict)), rope))
         rope.pop("partial_rotary_factor", None)
-        facts = {
-            "intermediate_size": theirs.intermediate_size,
+        facts: dict[str, Any] = {
+            "intermediate_size": _number(theirs, "intermediate_size") or 4 * target.hidden_size,
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // heads,
-            "rms_norm_eps": getattr(theirs, "rms_norm_eps", 1e-6),
+            "num_key_value_heads": _number(theirs, "num_key_value_heads") or heads,
+            "head_dim": _number(theirs, "head_dim") or target.hidden_size // heads,
+            "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-6,
             "max_position_embeddings": target.max_model_len,
             "rope_parameters": rope,
         } | self.model_dump(exclude_none=True)
@@ -80,6 +81,15 @@ class Geometry(Checked):
         """Every key with the value that it comes to."""
         shape = self.of(target)
         return {key: getattr(shape, key) for key in type(self).model_fields}
+
+
+def _number(config: Any, key: str) -> int | None:
+    """None where a config has none, or another for every layer, which transformers makes an error."""
+    try:
+        value = getattr(config, key, None)
+    except Exception:
+        return None
+    return value if isinstance(value, int) else None
 
 
 class Attention(nn.Module):

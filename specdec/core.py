@@ -38,6 +38,7 @@ class Draft:
     evidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
         proposer's `gives_evidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
         token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
+    finite_BK: whether the logits that each token was chosen from were free of nan and inf; None where there were none.
     proposer_B: which part of a composed proposer made each row's draft, by name.
     paid_B: of a composed proposer, tokens of each row that its costly part drafted, the one that cost tables are of.
     """
@@ -49,15 +50,14 @@ class Draft:
     evidence_BKF: Tensor | None = None
     proposer_B: list[str] | None = None
     paid_B: np.ndarray | None = None
+    finite_BK: Tensor | None = None
 
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
         most = int(length_B.max(initial=0))
-        q_BKV = None if self.q_BKV is None else self.q_BKV[:, :most]
-        evidence_BKF = None if self.evidence_BKF is None else self.evidence_BKF[:, :most]
-        return replace(
-            self, token_BK=self.token_BK[:, :most], length_B=torch.from_numpy(length_B), q_BKV=q_BKV, evidence_BKF=evidence_BKF
-        )
+        names = ("token_BK", "q_BKV", "evidence_BKF", "finite_BK")
+        columns = {name: x[:, :most] for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, length_B=torch.from_numpy(length_B), **columns)
 
     def among(self, place_B: np.ndarray, num_rows: int) -> Draft:
         """The same drafts as those of rows `place_B` of `num_rows`; the others have none."""
@@ -80,6 +80,7 @@ class Draft:
             evidence_BKF=None if self.evidence_BKF is None else spread(self.evidence_BKF),
             proposer_B=names,
             paid_B=None if self.paid_B is None else spread(torch.from_numpy(self.paid_B)).numpy(),
+            finite_BK=None if self.finite_BK is None else spread(self.finite_BK),
         )
 
 
@@ -322,8 +323,9 @@ class RequestStats:
 
     drafted, accepted, emitted: tokens; trimmed: tokens that were drafted beside and not verified; draft_s, verify_s: duration
     of the step's draft and verify phases, shared with the request's batch mates; batch_size: rows of the step; wall_s: since
-    the request's tokens before, whatever the engine did meanwhile. `emitted` is accepted + 1, less at a stop. proposer: who
-    made the draft, where a method is composed of several; else the list stays empty.
+    the request's tokens before, whatever the engine did meanwhile; cpu_s: CPU time of this process, all its threads, in both
+    phases: where it falls behind them, others had the machine. `emitted` is accepted + 1, less at a stop. proposer: who made
+    the draft, where a method is composed of several; else the list stays empty.
     The token that prefill yields belongs to no step.
     """
 
@@ -335,10 +337,12 @@ class RequestStats:
     verify_s: list[float] = field(default_factory=list)
     batch_size: list[int] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     proposer: list[str] = field(default_factory=list)
     queue_s: float = 0.0  # from the moment the request was added until it took a row
     time_to_first_token_s: float = 0.0  # from the moment the request took its row
     prefill_s: float = 0.0  # forwards over the prompt, target and drafter
+    prefill_cpu_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
 
     def add(
@@ -352,6 +356,7 @@ class RequestStats:
         trimmed: int = 0,
         wall_s: float | None = None,
         proposer: str | None = None,
+        cpu_s: float | None = None,
     ) -> None:
         self.drafted.append(drafted)
         self.accepted.append(accepted)
@@ -361,6 +366,7 @@ class RequestStats:
         self.verify_s.append(verify_s)
         self.batch_size.append(batch_size)
         self.wall_s.append(draft_s + verify_s if wall_s is None else wall_s)
+        self.cpu_s.append(draft_s + verify_s if cpu_s is None else cpu_s)
         if proposer is not None:
             self.proposer.append(proposer)
 
@@ -374,8 +380,8 @@ class RequestStats:
 
 @dataclass
 class Step:
-    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; at: its end on the
-    engine's clock; paid_B: as in Draft."""
+    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; cpu_s: of both phases, as in
+    RequestStats; at: its end on the engine's clock; paid_B: as in Draft."""
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -383,6 +389,7 @@ class Step:
     emitted_B: np.ndarray
     draft_s: float
     verify_s: float
+    cpu_s: float
     at: float
     paid_B: np.ndarray | None = None
 

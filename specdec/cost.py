@@ -43,7 +43,7 @@ def verify_seconds(
     """Seconds of one forward of n tokens in each of num_rows rows with `context` tokens before them, n up to num_tokens.
 
     The least of the repeats, since other work can only add to it; the sizes in turn within each repeat, so that a slow moment
-    hits all of them; linear in between.
+    hits all of them; more tokens are held to cost no less than fewer; linear in between.
     """
     sizes = sorted({n for n in POINTS if n <= num_tokens} | {1, num_tokens})
     context = max(min(context, target.max_model_len - num_tokens), 1)
@@ -59,7 +59,7 @@ def verify_seconds(
             clock.mark()
             if repeat:  # the first round warms up
                 times[n] += clock.seconds()
-    least = [min(times[n]) for n in sizes]
+    least = rising([min(times[n]) for n in sizes])
     return lambda n: float(np.interp(n, sizes, least))
 
 

@@ -106,6 +106,7 @@ class Drafter(Learner):
             raise ValueError(f"max_model_len={max_model_len} of the draft is outside 2..{target.max_model_len}, the target's")
         checkpoint = model if isinstance(model, Checkpoint) else self.opened(target, model, revision)
         checkpoint.check(self.name, target)
+        target.check_shared_parts()
         self.target = target
         self.num_speculative_tokens = num_speculative_tokens
         self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
@@ -354,18 +355,20 @@ class Drawing:
         self.context, self.probabilistic, self.evidence, self.said = context, probabilistic, evidence, said
         self.temperature_B = context.temperature_B
         self.tokens: list[Tensor] = []
+        self.most: list[Tensor] = []  # the largest logits, by which it is seen whether all were finite
         self.laws: list[Any] = []
         self.odds: list[Tensor] = []
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """[B] the next token of every row."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
-        token_B, q_BV = sampling.draw(logits_BV, self.temperature_B, uniform_B)
+        token_B, q_BV, most_B = sampling.draw(logits_BV, self.temperature_B, uniform_B)
         if self.evidence:
             self.odds.append(sampling.log_odds(logits_BV, self.temperature_B))
         if self.said is not None:
             token_B, q_BV = self.said(token_B, q_BV)
         self.tokens.append(token_B)
+        self.most.append(most_B)
         self.laws.append(q_BV)
         return token_B
 
@@ -373,7 +376,9 @@ class Drawing:
         """draft_B: tokens that each row really has."""
         q_BKV = torch.stack(self.laws, 1) if self.probabilistic else None
         evidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
-        return Draft(torch.stack(self.tokens, 1), torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF)
+        finite_BK = torch.stack(self.most, 1).isfinite()
+        token_BK = torch.stack(self.tokens, 1)
+        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
 
 
 def nothing(context: Context) -> Draft:

@@ -35,6 +35,7 @@ from specdec.target import CausalLM
 
 LONG_OUT = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
 ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request
+TARGET_NOT_FINITE, DRAFTER_NOT_FINITE = -1, -2  # in place of a verdict's token: whose logits hold nan or inf
 EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
 
 
@@ -61,7 +62,10 @@ class Engine:
             if value < 1:
                 raise ValueError(f"{key}={value}: at least 1 is needed")
         if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
-            raise ValueError(f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do")
+            raise ValueError(
+                f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do"
+                f"{target.why_no_longer}"
+            )
         need, have = max_batch_size * (target.vocab_size + ROW_BYTES), psutil.virtual_memory().available
         if need > have:
             raise ValueError(
@@ -106,9 +110,11 @@ class Engine:
         if not len(ids):
             raise ValueError(f"request {request.id}: the prompt is empty; give at least one token")
         if len(ids) >= self.max_model_len:
+            own = self.max_model_len == self.target.max_model_len
             raise ValueError(
                 f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no "
-                "room for an answer; shorten the prompt or raise max_model_len"
+                f"room for an answer; shorten the prompt{'' if own else ' or raise max_model_len'}"
+                f"{self.target.why_no_longer if own else ''}"
             )
         if (asked := request.params.num_speculative_tokens) is not None and asked > self.proposer.num_speculative_tokens:
             most = self.proposer.num_speculative_tokens
@@ -201,6 +207,7 @@ class Engine:
             if last < self.prompt_R[row]:
                 clock.mark()
                 request.stats.prefill_s += sum(clock.seconds())
+                request.stats.prefill_cpu_s += clock.cpu_seconds()
                 continue
             if self.most_R[row] or not self.proposer.num_speculative_tokens:
                 self.proposer.begin(int(row), request)
@@ -291,7 +298,8 @@ class Engine:
         token_BK = F.pad(draft.token_BK, (0, most - draft.token_BK.shape[1]))  # a negative number cuts
         if most:
             token_BK = self.processes.agree_tensor(token_BK)
-        return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B))
+        finite_BK = None if draft.finite_BK is None else draft.finite_BK[:, :most]
+        return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B), finite_BK=finite_BK)
 
     def _let_take_in(self, rows: np.ndarray, length_B: np.ndarray, idle: np.ndarray) -> None:
         """The proposer may process the states of idle rows that have sat out for long."""
@@ -346,13 +354,21 @@ class Engine:
             if not all(p.plain for p in params):
                 logits_BJV = self._adjust(rows, draft, logits_BJV)
             row_N = torch.arange(len(rows), device=logits_NV.device).repeat_interleave(num_positions)
-            p_BJV = sampling.probs(logits_BJV.flatten(0, 1), params, row_N).view_as(logits_BJV)
+            flat_NV = logits_BJV.flatten(0, 1).float()
+            best_N = sampling.best(flat_NV)
+            p_BJV = sampling.probs(flat_NV, params, row_N, best_N).view_as(logits_BJV)
             verdict = self.verifier(draft, p_BJV, self._noise(rows, num_positions))
-            columns = [verdict.num_accepted_B.unsqueeze(1), verdict.token_B.unsqueeze(1), draft.token_BK]
+            finite_B = best_N[0].isfinite().view(len(rows), -1).all(1)
+            token_B = torch.where(finite_B, verdict.token_B, TARGET_NOT_FINITE)
+            columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _marked(draft)]
             host = torch.cat(columns, 1).cpu().numpy()
             told = Told(host[:, 0], host[:, 1], host[:, 2:])
+        bad_BK = (told.draft_BK < 0) & (np.arange(num_positions - 1) < count_B[:, None] - 1)
+        told.token_B = np.where(bad_BK.any(1) & (told.token_B >= 0), DRAFTER_NOT_FINITE, told.token_B)
         if self.processes.size > 1:
             told.accepted_B, told.token_B = self.processes.agree(np.stack([told.accepted_B, told.token_B]))
+        if (told.token_B < 0).any():
+            self._refuse_not_finite(rows, draft, told.token_B)
         if self.proposer.needs_logits:
             if self.logits_RV is None:
                 self.logits_RV = logits_NV.new_zeros(self.max_batch_size, logits_NV.shape[-1])
@@ -363,8 +379,8 @@ class Engine:
     def _verify_greedy(self, draft: Draft, logits_NV: Tensor) -> Told:
         """`match.compare` with the argmax, on the host: what every lossless scheme comes to when all rows are greedy."""
         count_B, (num_rows, num_draft) = draft.length_B.numpy() + 1, draft.token_BK.shape
-        best = logits_NV.max(-1).indices  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
-        host = torch.cat([draft.token_BK.flatten(), best]).cpu().numpy()
+        most, best = sampling.best(logits_NV)
+        host = torch.cat([_marked(draft).flatten(), torch.where(most.isfinite(), best, TARGET_NOT_FINITE)]).cpu().numpy()
         draft_BK, best_N = host[: num_rows * num_draft].reshape(num_rows, num_draft), host[num_rows * num_draft :]
         first_B = np.cumsum(count_B) - count_B
         if num_draft == 0:
@@ -373,7 +389,26 @@ class Engine:
         best_BK = best_N[first_B[:, None] + np.minimum(position_K, count_B[:, None] - 1)]
         wrong_BK = (draft_BK != best_BK) | (position_K >= count_B[:, None] - 1)
         accepted_B = np.where(wrong_BK.any(1), wrong_BK.argmax(1), num_draft)
-        return Told(accepted_B, best_N[first_B + accepted_B], draft_BK)
+        worst_B = np.minimum.reduceat(best_N, first_B)  # one position that is not finite spoils the row's slots
+        return Told(accepted_B, np.where(worst_B < 0, worst_B, best_N[first_B + accepted_B]), draft_BK)
+
+    def _refuse_not_finite(self, rows: np.ndarray, draft: Draft, token_B: np.ndarray) -> None:
+        """Raise ValueError, one line, for logits that hold nan or inf. All requests are dropped: what the caches hold of them
+        would spoil whoever comes next."""
+        b = int(np.flatnonzero(token_B < 0)[0])
+        request, length = self._request(rows[b]), int(self.length_R[rows[b]])
+        if token_B[b] == TARGET_NOT_FINITE:
+            what = self.target.not_finite
+        else:
+            names = draft.proposer_B or [getattr(self.proposer, "name", type(self.proposer).__name__)] * len(rows)
+            what = (
+                f"the drafter's logits (method {names[b]}) are not finite (nan or inf); use another drafter, or another dtype"
+            )
+        self.clear()
+        for owner in (self, self.proposer, *(turn.proposer for turn in getattr(self.proposer, "turns", ()))):
+            if (cache := getattr(owner, "cache", None)) is not None:
+                cache.wipe()
+        raise ValueError(f"request {request.id}, after {length} tokens: {what}")
 
     def _adjust(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
         prompt_BV, output_BV = (None, None) if self.counts_RV is None else (c[self._on_device(rows)] for c in self.counts_RV)
@@ -440,16 +475,17 @@ class Engine:
                     self.hidden_R[row].append(part[:count])
 
         clock.mark()
-        now, times = self.now(), clock.seconds()
+        now, times, cpu_s = self.now(), clock.seconds(), clock.cpu_seconds()
         if trimmed_B is not None and self.steps is not None:
             drafted_B, draft_s, verify_s = draft.length_B.numpy(), *times
             made_B, stood_B = drafted_B + trimmed_B, np.minimum(accepted_B, count_B)
-            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, now, draft.paid_B))
+            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, cpu_s, now, draft.paid_B))
         finished = []
         for b, row in enumerate(rows):
             stats = self._request(row).stats
             if self.step_R[row] == 1:
                 stats.prefill_s += sum(times)
+                stats.prefill_cpu_s += cpu_s
                 stats.time_to_first_token_s = now - float(self.since_R[row])
             else:
                 draft_s, verify_s = times
@@ -463,6 +499,7 @@ class Engine:
                     trimmed=0 if trimmed_B is None else int(trimmed_B[b]),
                     wall_s=now - float(self.since_R[row]),
                     proposer=None if draft.proposer_B is None else draft.proposer_B[b],
+                    cpu_s=cpu_s,
                 )
                 stats.decode_s += stats.wall_s[-1]
             self.since_R[row] = now
@@ -534,9 +571,14 @@ class Engine:
         return 0
 
 
+def _marked(draft: Draft) -> Tensor:
+    """[B, K] its tokens for the host, and below 0 those whose logits were not finite."""
+    return draft.token_BK if draft.finite_BK is None else torch.where(draft.finite_BK, draft.token_BK, DRAFTER_NOT_FINITE)
+
+
 @dataclass
 class Told:
-    """A verdict and the drafts it is about, on the host."""
+    """A verdict and the drafts it is about, on the host. token_B: below 0 where there is no verdict (`TARGET_NOT_FINITE`)."""
 
     accepted_B: np.ndarray
     token_B: np.ndarray
@@ -544,14 +586,17 @@ class Told:
 
 
 class Clock:
-    """Durations between marks. On CUDA a mark is an event in the stream, so that marking never waits for the device."""
+    """Durations between marks, and CPU time of the process from the first to the last. On CUDA a mark is an event in the
+    stream, so that marking never waits for the device; the CPU time is then the host's part alone."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
         self.marks: list[Any] = []
+        self.first_cpu_s = self.last_cpu_s = time.process_time()
         self.mark()
 
     def mark(self) -> None:
+        self.last_cpu_s = time.process_time()
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -565,6 +610,10 @@ class Clock:
             self.marks[-1].synchronize()
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
         return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process, all its threads, from the first mark to the last."""
+        return self.last_cpu_s - self.first_cpu_s
 
 
 def free_memory(device: torch.device) -> int:

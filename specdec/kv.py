@@ -2,8 +2,8 @@
 
 A forward writes the tokens it processes at their positions and masks by position, so rolling back rejected tokens is
 *nothing*: the next forward overwrites them. The attention is registered with transformers under the name "specdec" and
-gets its `Window` through the model's keyword arguments, the door that transformers keeps for serving engines; this file and
-`target.py` are the only ones that know that interface.
+gets its `Window` through the model's keyword arguments, the door that transformers keeps for serving engines; this file,
+`contract.py` and `target.py` are the only ones that know that interface.
 
 Two paddings make a row's numbers on the CPU the same bits in any company (checked in tests/test_target.py):
 the kernels take another path for fewer than 4 query rows, and sum the keys in another order when their count is not a
@@ -63,6 +63,25 @@ class SlotCache:
                 store[i] = grown
         self.rows, self.slots = rows, slots
 
+    def set_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
+        """Give a layer its room, empty: heads, width of keys, width of values."""
+        while len(self.layers) <= layer:
+            self.layers.append((0, 0, 0))
+            self.key_RHSD.append(torch.empty(0))
+            self.value_RHSD.append(torch.empty(0))
+        heads, *widths = self.layers[layer] = shape
+        for store, width in zip((self.key_RHSD, self.value_RHSD), widths, strict=True):
+            store[layer] = torch.zeros(self.rows, heads, self.slots, width, dtype=self.dtype, device=self.device)
+
+    def wipe(self) -> None:
+        """Forget everything. After nan or inf was written somewhere: a masked slot that holds it spoils its row for ever."""
+        for stored in (*self.key_RHSD, *self.value_RHSD):
+            stored.zero_()
+
+
+class Refused(ValueError):
+    """A reason why a model cannot be decoded, to stand inside a line that names the model."""
+
 
 @dataclass
 class Window:
@@ -75,6 +94,7 @@ class Window:
     first_row: int
     start_B: np.ndarray
     length_B: np.ndarray
+    probe: Any = None  # what takes down how a model calls the attention (`contract.Probe`)
     row_N: Tensor = field(init=False)
     slot_N: Tensor = field(init=False)
     num_positions: int = field(init=False)  # M: tokens of the longest row
@@ -142,13 +162,16 @@ def slot_attention(
 
     query: [1, heads, N, head_dim]; key, value: [1, kv_heads, N, head_dim]. Writes K and V to their slots, then attends
     over the rows' slots. Query heads that share a KV head are folded into one matrix, so K and V are never repeated.
-    window: the tokens of the forward; or, in training, what stands in for all of this.
+    The result is contiguous, as that of transformers' own functions is: some models take a view of it.
+    window: the tokens of the forward; or, in training, what stands in for all of this. unused: arguments that change nothing
+    (`contract.py` refuses a model that gives others).
     """
     if callable(window):
-        return window(module, query, key, value, scaling, sliding_window, softcap), None
-    assert window is not None, "this model was loaded for the engine: call it through specdec.target"
-    if unused.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} uses attention sinks, which the engine does not know; use another target")
+        return window(module, query, key, value, scaling, sliding_window, softcap).contiguous(), None
+    if window is None:
+        raise Refused("the engine's arguments do not reach its attention")
+    if window.probe is not None:
+        window.probe.note(module, query, key, value, attention_mask, sliding_window, unused)
     num_heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = num_heads // kv_heads
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -174,7 +197,7 @@ def slot_attention(
         scores = torch.matmul(folded, keys.transpose(2, 3)).float() * (scaling or width**-0.5)
         scores = torch.tanh(scores / softcap) * softcap + bias
         out = torch.matmul(scores.softmax(-1).to(values.dtype), values)
-    return _unfold(out[:, :, :num_queries] if padding else out, window, num_heads), None
+    return _unfold(out[:, :, :num_queries] if padding else out, window, num_heads).contiguous(), None
 
 
 def _fold(query: Tensor, window: Window, kv_heads: int) -> Tensor:

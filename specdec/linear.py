@@ -9,7 +9,7 @@ draft and without (measured in LOG.md, 2026-11-29).
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,11 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.min_rows = min_rows(self.in_features, self.out_features, self.dtype)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[out, in] as nn.Linear has it: some models multiply by it themselves (routers of mixtures). Made when first read."""
+        return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.in_features

@@ -34,7 +34,7 @@ from specdec.core import (
 from specdec.engine import Engine
 from specdec.method import hybrid
 from specdec.rejection import Verifier
-from specdec.stats import SpecDecodeMetrics
+from specdec.stats import Metric, SpecDecodeMetrics, Totals
 from specdec.target import DTYPES, CausalLM, choose_device
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
@@ -445,6 +445,7 @@ class LLM:
         self.engine = Engine(self.target, proposer, verifier, *shape, policy=policy)
         self.seed = args.seed
         self._counter = itertools.count()
+        self._totals = Totals(self.target.name, proposer.num_speculative_tokens)
 
     def get_tokenizer(self) -> Any:
         return self.target.tokenizer
@@ -505,6 +506,11 @@ class LLM:
         rendered = [{"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in texts]
         return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
 
+    def get_metrics(self) -> list[Metric]:
+        """Sums over all requests that have finished, under the names that vLLM's method of this name has: `Counter` (`value`)
+        and `Vector` (`values`) of `specdec.stats`, where it says how values differ from vLLM's."""
+        return self._totals.metrics()
+
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
@@ -540,8 +546,8 @@ class LLM:
         self.engine.clear()
         finished = self.engine.run(requests)
         silent = not use_tqdm or not self.target.processes.leads
-        for _ in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
-            pass
+        for request in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
+            self._totals.add(request)
         return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]
 
     def _output(self, text: str | None, request: Request) -> RequestOutput:

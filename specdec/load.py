@@ -362,9 +362,14 @@ class Record:
         self.served.append(served)
         self.answered[name] = request.output_token_ids
 
+    def each(self, number: Callable[[Served], float]) -> list[float]:
+        """A number of each request, in the order of their names: of two records, pairs."""
+        by_name = sorted(zip(self.answered, self.served, strict=True), key=lambda pair: pair[0])
+        return [number(served) for _, served in by_name]
+
     def end_to_end(self) -> list[float]:
-        """Seconds of each request, in the order of their names: of two records, pairs."""
-        return [one.end_to_end for _, one in sorted(zip(self.answered, self.served, strict=True), key=lambda pair: pair[0])]
+        """Seconds of each request from arrival to its last token."""
+        return self.each(lambda served: served.end_to_end)
 
 
 def take_turns(

@@ -57,6 +57,22 @@ def acquire(path: Path, what: str) -> None:
     _held[path] = held
 
 
+def is_free(path: Path) -> bool:
+    """Whether no other process has a lock file. Nothing is changed."""
+    path = path.absolute()
+    if path in _held or not path.exists():
+        return True
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return False
+    except (OSError, NotImplementedError):
+        return True
+    lock.release()
+    return True
+
+
 def _locked(path: Path, created: list[Path]) -> FileLock | None:
     """The lock; None where the file system has none."""
     lock = FileLock(path, timeout=WAIT_S, thread_local=False, fallback_to_soft=False)

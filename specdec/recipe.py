@@ -91,8 +91,8 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
             f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
             "make data of its own with train/prepare.py"
         )
-    if loaded.skipped and processes.is_main_process:
-        report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")
+    for note in loaded.notes if processes.is_main_process else ():
+        report.show(f"note: {note}")
     if given["held_out"] >= len(loaded.samples):
         raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
     samples, held_out = data.held_out(loaded.samples, given["held_out"])

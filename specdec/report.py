@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -43,18 +43,22 @@ def summarize(
             result["proposers"] = parts
         result["mean_acceptance_length_over_requests"] = stats.mean_over_requests(own, "mean_acceptance_length")
         result["tokens_per_step_over_requests"] = stats.mean_over_requests(own, "tokens_per_step")
-        result["decode_tokens_per_s"] = speed = stats.decode_tokens_per_s(own)
+        result["decode_tokens_per_s"] = stats.decode_tokens_per_s(own)
         result["time_to_first_token_s"] = float(np.mean([s.time_to_first_token_s for s in own]))
         steps = result["num_steps"]
         result["draft_s_per_step"] = stats.busy_seconds(own, "draft_s") / steps if steps else None
         result["verify_s_per_step"] = stats.busy_seconds(own, "verify_s") / steps if steps else None
         result["speedup_ideal"] = result["tokens_per_step"]
         result["baseline_tokens_per_s"] = baseline = stats.decode_tokens_per_s(base) if len(base) == len(own) else None
-        result["speedup"] = speed / baseline if speed and baseline else None
+        found = stats.speedup(own, base) if baseline else None
+        result["speedup"] = found["ratio"] if found else None
+        result["speedup_interval"] = [found["low"], found["high"]] if found and found["low"] is not None else None
+        result["speedup_cpu"] = found["cpu_ratio"] if found else None
+        result["wall_over_cpu"], result["baseline_wall_over_cpu"] = stats.wall_over_cpu(own), stats.wall_over_cpu(base)
         result["speedup_model"] = result["efficiency"] = None
         if verify_s is not None:
             # a plain step as it was in this run, next to the method's own, where there is one
-            step_s = stats.busy_seconds(base, "verify_s") / sum(len(s.drafted) for s in base) if baseline else verify_s(1)
+            step_s = float(np.mean([t for s in base for t in s.verify_s])) if baseline else verify_s(1)
             result["speedup_model"] = model = stats.predicted_speedup(own, lambda n: verify_s(n) / verify_s(1), step_s)
             result["efficiency"] = result["speedup"] / model if result["speedup"] and model else None
         return result
@@ -63,6 +67,34 @@ def summarize(
     for name in run:
         by_category[category_of[name]].append(name)
     return {"overall": numbers(list(run)), "categories": {name: numbers(ids) for name, ids in by_category.items()}}
+
+
+def busy_reasons(summary: dict[str, Any], name: str, has_own_cpu: bool) -> list[str]:
+    """Why the times of a summary are not to be trusted, in words; empty if nothing speaks against them.
+
+    name: of the method; has_own_cpu: the work was done by this process's CPU time, and not by a device or by other processes.
+    """
+    overall = summary["overall"]
+    parts = {**summary["categories"], "all": overall}
+    speedups = {part: (n["speedup"], n["speedup_ideal"]) for part, n in parts.items()}
+    shares = {name: overall["wall_over_cpu"], "none": overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
+    return stats.busy_reasons(speedups, shares)
+
+
+def busy_note(reasons: list[str], cpu_ratio: float | None) -> str:
+    """A line that says so, and what CPU time has to say instead."""
+    by_cpu = "" if cpu_ratio is None else f"; by CPU time the speedup is {cpu_ratio:.2f}"
+    return f"note: the machine was busy with other work ({'; '.join(reasons)}), so wall times mislead{by_cpu}"
+
+
+def speedup_line(overall: dict[str, Any]) -> str | None:
+    """The speedup with what it can be trusted to, in a line; None where nothing was compared."""
+    if overall["speedup"] is None:
+        return None
+    interval = "too few requests for an interval"
+    if overall["speedup_interval"]:
+        interval = "95 % interval {:.2f} to {:.2f} over requests".format(*overall["speedup_interval"])
+    return f"speedup {overall['speedup']:.2f} ({interval}), by CPU time {overall['speedup_cpu']:.2f}"
 
 
 def lossless_said(
@@ -211,6 +243,7 @@ def table(summary: dict[str, Any], title: str) -> Table:
         "tokens/s",
         "none",
         "speedup",
+        *(["by CPU time"] if summary["busy"] else []),
         "model",
         "efficiency",
     ):
@@ -229,6 +262,7 @@ def table(summary: dict[str, Any], title: str) -> Table:
             _number(n["decode_tokens_per_s"], 1),
             _number(n["baseline_tokens_per_s"], 1),
             _number(n["speedup"], 2, "x"),
+            *([_number(n["speedup_cpu"], 2, "x")] if summary["busy"] else []),
             _number(n["speedup_model"], 2, "x"),
             _number(n["efficiency"]),
             end_section=place == len(lines) - 2,
@@ -264,7 +298,7 @@ def show(*parts: Any) -> None:
     """Print for people; wide enough for a table when the output is a file."""
     console = Console(highlight=False, markup=False)  # what users wrote may look like markup
     if not console.is_terminal:
-        console.width = max(console.width, 150)
+        console.width = max(console.width, 160)
     for part in parts:
         console.print(part)
 
@@ -334,11 +368,16 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     for k, (key, label) in enumerate(bars):
         heights = [np.nan if categories[n][key] is None else categories[n][key] for n in names]
         axis.bar(place + (k - 1) * 0.27, heights, 0.27, label=label)
+    for x, n in zip(place, names, strict=True):
+        if interval := categories[n]["speedup_interval"]:
+            middle = [x - 0.27], [categories[n]["speedup"]]
+            bounds = [[max(middle[1][0] - interval[0], 0)], [max(interval[1] - middle[1][0], 0)]]
+            axis.errorbar(*middle, yerr=bounds, color="black", capsize=3, label="95 % over requests" if n == "all" else None)
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xticks(place, names, rotation=30, ha="right")
     axis.set_title("Speedup over decoding without speculation")
     axis.set_ylim(top=1.2 * axis.get_ylim()[1])
-    axis.legend(fontsize=8, loc="upper left", ncols=3)
+    axis.legend(fontsize=8, loc="upper left", ncols=2)
 
     with writing(path):
         figure.savefig(path, dpi=110)
@@ -358,6 +397,8 @@ class _Numbers(BaseModel):
     draft_s_per_step: float | None = None
     verify_s_per_step: float | None = None
     speedup: float | None = None
+    speedup_interval: list[float] | None = Field(None, min_length=2, max_length=2)
+    speedup_cpu: float | None = None
     speedup_model: float | None = None
     efficiency: float | None = None
 
@@ -383,6 +424,7 @@ class _Summary(BaseModel):
     max_model_len: int | None = None
     prefill_chunk_size: int = 1
     environment: dict[str, Any] = {}
+    busy: list[str] = []
     overall: _Numbers = _Numbers()
     categories: dict[str, _Numbers] = {}
 
@@ -455,11 +497,12 @@ def _hold(record: type[BaseModel], values: dict[str, Any], where: Path | str, fi
 
 def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
     """One line per run. by position: share of drafts whose n-th token was accepted; draft: seconds of drafting over those of
-    verifying."""
+    verifying; 95 %: interval of the speedup over requests; by CPU time: the speedup by the process's CPU time."""
     grid = Table(title="runs", title_justify="left", header_style="bold")
     grid.add_column("run", no_wrap=True)
     grid.add_column("method")
-    names = ("K", "mean acceptance length", "by position", "tokens/step", "tokens/s", "draft", "speedup", "model", "efficiency")
+    names = ["K", "mean acceptance length", "by position", "tokens/step", "tokens/s", "draft", "speedup", "95 %"]
+    names += ["by CPU time", "model", "efficiency"]
     several = len({summary["rejection"] for summary in runs.values()}) > 1
     for name in (*names, *(["rejection"] if several else []), "lossless"):
         grid.add_column(name, justify="right")
@@ -467,6 +510,7 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
         n = summary["overall"]
         by_position = " ".join(f"{rate:.2f}" for rate in n["acceptance_rate_per_position"] or [])
         draft_s, verify_s = n["draft_s_per_step"], n["verify_s_per_step"]
+        interval = n["speedup_interval"]
         cells = (
             str(summary["num_speculative_tokens"]),
             _number(n["mean_acceptance_length"]),
@@ -475,6 +519,8 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
             _number(n["decode_tokens_per_s"], 1),
             _number(draft_s / verify_s if draft_s is not None and verify_s else None),
             _number(n["speedup"], 2, "x"),
+            f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-",
+            _number(n["speedup_cpu"], 2, "x"),
             _number(n["speedup_model"], 2, "x"),
             _number(n["efficiency"]),
         )
@@ -536,7 +582,8 @@ def bench_tables(results: dict[str, Any]) -> list[Table]:
     machine = results["environment"]
     where = f"{machine['processor']}, torch {machine['torch']}, transformers {machine['transformers']}"
     speed = Table(title=f"tokens/s, batch 1, prefill included ({where})", title_justify="left", header_style="bold")
-    for name in ("dtype", "threads", "ours", "tokens/s", "theirs", "tokens/s ", "ratio (median)", "ratio (pooled)"):
+    heads = ("dtype", "threads", "ours", "tokens/s", "theirs", "tokens/s ")
+    for name in (*heads, "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"):
         speed.add_column(name, justify="left" if name in ("dtype", "ours", "theirs") else "right")
     for line in results["speed"]:
         speed.add_row(
@@ -547,6 +594,8 @@ def bench_tables(results: dict[str, Any]) -> list[Table]:
             line["theirs"],
             _number(line["theirs_tokens_per_s"], 1),
             _number(line["ratio"]),
+            "{:.2f} to {:.2f}".format(*line["ratio_range"]),
+            _number(line["cpu_ratio"]),
             _number(line["pooled_ratio"]),
         )
     batch = Table(title="batches, and time outside forwards", title_justify="left", header_style="bold")
@@ -799,7 +848,9 @@ def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 name,
                 str(own["num_speculative_tokens_said"]),
                 f"{gain['ratio']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})" if name != summary["plain"] else "1",
-                _number(own["gain_high"]) if name != summary["plain"] else "1",
+                "{:.2f} ({:.2f} to {:.2f})".format(own["gain_high"], *own["gain_high_interval"])
+                if name != summary["plain"]
+                else "1",
                 both(own, lambda n: _number(n["output_tokens_per_s"], 1)),
                 both(own, lambda n: _number(n["decode_tokens_per_s"], 1)),
                 both(own, lambda n: _number(n["predicted_tokens_per_s"], 1)),
@@ -841,8 +892,8 @@ def choose_caption(summary: dict[str, Any]) -> str:
     plain = summary["plain"]
     return (
         f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
-        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}. tokens/s: of all time, "
-        "prefill included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the "
+        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}, likewise. tokens/s: of all "
+        "time, prefill included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the "
         "measured costs; ratio: measured over predicted. What all runs have in common in it is the machine, faster or "
         "slower than while costs were measured; it cancels in the gain of decoding, low | high. first token: from "
         "arrival; between: from a request's tokens to its next, which come in pieces. MAL: mean acceptance length. "

@@ -1,19 +1,24 @@
 """Counting. The engine appends to lists; every ratio in the project is derived here and nowhere else.
 
-A *step* is one target forward of a request after prefill. Names follow decoding practice: `mean_acceptance_length` is
-vLLM's number (bonus token counted, steps without a draft not counted); `tokens_per_step` counts every step and is the one
-that predicts speed. Tokens beyond a stop are neither emitted nor counted as accepted.
+A *step* is one target forward of a request after prefill. Names follow decoding practice: `mean_acceptance_length` has
+vLLM's formula (bonus token counted, steps without a draft not counted); `tokens_per_step` counts every step and is the one
+that predicts speed.
+
+Its value is vLLM's but for a request's last steps. vLLM drafts K tokens there too, and counts those that are accepted beyond
+`max_tokens` or a stop. Here a draft is no longer than what may still be emitted, less the bonus token, and what lies beyond a
+stop is neither emitted nor counted as accepted. So with n tokens of an answer of N to come, of which at most m by `max_tokens`,
+vLLM's (drafted, accepted) of a step are (d, a) here: d = min(drafted, m - 1), a = min(accepted, d, n).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from specdec.core import RequestStats
+from specdec.core import Request, RequestStats
 
 
 def derive(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
@@ -80,6 +85,61 @@ class SpecDecodeMetrics:
         )
 
 
+@dataclass
+class Metric:
+    """One number, with the name and the labels that vLLM's `LLM.get_metrics` has for it; a subclass says what it is."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A sum that only grows."""
+
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """A sum per draft position."""
+
+    values: list[int]
+
+
+class Totals:
+    """Sums over finished requests under the names of vLLM's counters, for what there is of them here."""
+
+    def __init__(self, model_name: str, num_speculative_tokens: int) -> None:
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self.num_speculative_tokens = num_speculative_tokens
+        self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_finished = {"stop": 0, "length": 0}
+        self.histogram = np.zeros((num_speculative_tokens + 1, num_speculative_tokens + 1), dtype=np.int64)
+
+    def add(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        self.num_prompt_tokens += len(request.prompt_token_ids)
+        self.num_output_tokens += len(request.output_token_ids)
+        self.num_finished[request.finish_reason] += 1
+        self.histogram += request.stats.histogram(len(self.histogram))
+
+    def metrics(self) -> list[Metric]:
+        found: list[Metric] = [
+            Counter("vllm:prompt_tokens", dict(self.labels), self.num_prompt_tokens),
+            Counter("vllm:generation_tokens", dict(self.labels), self.num_output_tokens),
+        ]
+        for reason, count in self.num_finished.items():
+            found.append(Counter("vllm:request_success", {**self.labels, "finished_reason": reason}, count))
+        if self.num_speculative_tokens:
+            derived = derive(self.histogram, 0)
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                found.append(Counter(f"vllm:spec_decode_{name}", dict(self.labels), derived[name]))
+            per_position = derived["num_accepted_per_position"]
+            found.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(self.labels), per_position))
+        return found
+
+
 def request_metrics(stats: RequestStats) -> dict[str, Any]:
     """The derived numbers of one request."""
     metrics = derive(stats.histogram(), sum(stats.emitted))
@@ -126,7 +186,7 @@ def mean_over_requests(all_stats: Sequence[RequestStats], key: str, seed: int = 
 
 
 def busy_seconds(all_stats: Sequence[RequestStats], key: str) -> float:
-    """Seconds of `draft_s` or `verify_s` that the requests account for: a step's time is divided among its rows."""
+    """Seconds of `draft_s`, `verify_s` or `cpu_s` that the requests account for: a step's time is divided among its rows."""
     return sum(t / n for s in all_stats for t, n in zip(getattr(s, key), s.batch_size, strict=True))
 
 
@@ -332,10 +392,115 @@ def by_phase(served: Sequence[Served], phases: Sequence[tuple[float, float]], cu
     return found
 
 
+# ---------------------------------------------------------------- comparing times
+
+
+MIN_REQUESTS = 8  # an interval over fewer says nothing
+BUSY = 1.25  # a process whose wall time is beyond this many times its CPU time had to share the machine
+
+
 def ratio_of_sums(base: Sequence[float], own: Sequence[float], seed: int = 0) -> dict[str, float]:
     """sum(base) / sum(own) of paired numbers, such as seconds of the same requests, with a 95 % bootstrap interval over pairs
     (2000 resamples, seeded)."""
-    pairs = np.array([base, own], dtype=np.float64)
-    pick = np.random.default_rng(seed).integers(pairs.shape[1], size=(2000, pairs.shape[1]))
-    low, high = np.quantile(pairs[0][pick].sum(1) / pairs[1][pick].sum(1), [0.025, 0.975])
-    return {"ratio": float(pairs[0].sum() / pairs[1].sum()), "low": float(low), "high": float(high)}
+    return ratio_of_rates(np.ones(len(base)), base, np.ones(len(own)), own, seed)
+
+
+def ratio_of_rates(
+    base_amount: Sequence[float] | np.ndarray,
+    base_s: Sequence[float] | np.ndarray,
+    amount: Sequence[float] | np.ndarray,
+    seconds: Sequence[float] | np.ndarray,
+    seed: int = 0,
+) -> dict[str, float]:
+    """How many times as fast as the baseline: (sum amount / sum seconds) over the same of the baseline, with a 95 % bootstrap
+    interval over the entries, which are paired (2000 resamples, seeded).
+
+    base_amount, amount: [n] what was done, such as tokens, of each request; base_s, seconds: [n] the time it took.
+    """
+    values = np.array([base_s, seconds, amount, base_amount], dtype=np.float64)
+    pick = np.random.default_rng(seed).integers(values.shape[1], size=(2000, values.shape[1]))
+    whole, resampled = values.sum(1), values[:, pick].sum(2)
+    with np.errstate(divide="ignore", invalid="ignore"):  # requests of a single token have no decoding time
+        low, high = np.nanquantile(resampled[0] / resampled[1] * (resampled[2] / resampled[3]), [0.025, 0.975])
+    ratio = whole[0] / whole[1] * (whole[2] / whole[3])
+    return {"ratio": float(ratio), "low": float(low), "high": float(high)}
+
+
+def speedup(own: Sequence[RequestStats], base: Sequence[RequestStats]) -> dict[str, float | None] | None:
+    """Tokens per second of decoding (prefill apart) over those of the baseline, which had the same prompts in the same order.
+
+    ratio: by wall time; low, high: its 95 % interval, None for fewer than MIN_REQUESTS; cpu_ratio: by CPU time. None in all
+    where there is no time to compare.
+    """
+    emitted = [[sum(s.emitted) for s in side] for side in (base, own)]
+    wall_s = [[_row_share(s, s.draft_s) + _row_share(s, s.verify_s) for s in side] for side in (base, own)]
+    cpu_s = [[_row_share(s, s.cpu_s) for s in side] for side in (base, own)]
+    if min(map(sum, wall_s), default=0.0) <= 0 or min(map(sum, cpu_s)) <= 0:
+        return None
+    by_wall, by_cpu = (ratio_of_rates(emitted[0], seconds[0], emitted[1], seconds[1]) for seconds in (wall_s, cpu_s))
+    enough = len(own) >= MIN_REQUESTS
+    return {
+        "ratio": by_wall["ratio"],
+        "low": by_wall["low"] if enough else None,
+        "high": by_wall["high"] if enough else None,
+        "cpu_ratio": by_cpu["ratio"],
+    }
+
+
+def _row_share(stats: RequestStats, seconds: Sequence[float]) -> float:
+    return sum(t / n for t, n in zip(seconds, stats.batch_size, strict=True))
+
+
+def engine_seconds(stats: RequestStats) -> float:
+    """Time of the engine that a request accounts for: its prefill, and its share of every step."""
+    return stats.prefill_s + _row_share(stats, stats.draft_s) + _row_share(stats, stats.verify_s)
+
+
+def engine_cpu_seconds(stats: RequestStats) -> float:
+    """`engine_seconds` in CPU time."""
+    return stats.prefill_cpu_s + _row_share(stats, stats.cpu_s)
+
+
+def wall_over_cpu(all_stats: Sequence[RequestStats]) -> float | None:
+    """Wall time of the steps over the process's CPU time in them; with several threads it may be below 1. None: no steps."""
+    cpu_s = busy_seconds(all_stats, "cpu_s")
+    return (busy_seconds(all_stats, "draft_s") + busy_seconds(all_stats, "verify_s")) / cpu_s if cpu_s > 0 else None
+
+
+def busy_reasons(speedups: Mapping[str, tuple[float | None, float | None]], shares: Mapping[str, float | None]) -> list[str]:
+    """Why measured times are not to be trusted, in words; empty if nothing speaks against them.
+
+    speedups: (measured, ideal) of each part of the work, where ideal has drafts and verification for nothing; 5 % above it may
+    come of batches that empty at different moments. shares: `wall_over_cpu` of each side that was timed. A side that waited
+    for the machine more than a quarter of its CPU time, or a quarter more than another side, says that others used it.
+    """
+    reasons = [
+        f"speedup {measured:.2f} of {name} is above the ideal {ideal:.2f}"
+        for name, (measured, ideal) in speedups.items()
+        if measured is not None and ideal is not None and measured > 1.05 * ideal
+    ]
+    known = {name: share for name, share in shares.items() if share is not None}
+    if known and (max(known.values()) > BUSY or max(known.values()) > BUSY * min(known.values())):
+        reasons.append("wall / CPU time is " + ", ".join(f"{share:.2f} of {name}" for name, share in known.items()))
+    return reasons
+
+
+def fastest(
+    seconds: Mapping[str, Sequence[float]], amounts: Mapping[str, Sequence[float]], plain: str, candidates: Sequence[str]
+) -> tuple[str | None, list[str]]:
+    """Who is faster than plain decoding beyond the noise, and whom else the noise does not tell from it.
+
+    seconds, amounts: [n] time and work of each of the same n requests, by run; candidates: runs that may win.
+    Returns (the fastest candidate, or None if its 95 % interval over plain decoding reaches down to 1 or there are fewer than
+    MIN_REQUESTS requests; runs that its interval does not set apart).
+    """
+
+    def over(name: str, base: str) -> dict[str, float]:
+        return ratio_of_rates(amounts[base], seconds[base], amounts[name], seconds[name])
+
+    if not candidates or len(seconds[plain]) < MIN_REQUESTS:
+        return None, []
+    best = max(candidates, key=lambda name: over(name, plain)["ratio"])
+    if over(best, plain)["low"] <= 1:
+        return None, []
+    return best, [name for name in seconds if name not in (best, plain) and over(best, name)["low"] <= 1]

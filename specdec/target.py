@@ -1,7 +1,7 @@
 """A Hugging Face causal LM over a slot cache: the target of every method, and the drafter of `draft_model`.
 
-`forward` takes ragged rows laid end to end and returns logits and tapped hidden states. This file and `kv.py` are the only ones
-that know transformers' model interface.
+`forward` takes ragged rows laid end to end and returns logits and tapped hidden states. This file, `contract.py` and `kv.py`
+are the only ones that know transformers' model interface.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specdec import hub, linear, shard
+from specdec import contract, hub, linear, shard
+from specdec.contract import ATTENTION, Contract
 from specdec.core import first_line, nearest
-from specdec.kv import SlotCache, Window, slot_attention
+from specdec.kv import Refused, SlotCache, Window
 from specdec.parallel_state import ALONE, Processes
 
-AttentionInterface.register("specdec", slot_attention)
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,10 +68,14 @@ class CausalLM:
     name: a local directory, a hub id, or the name of an embedded model (`specdec.hub`).
     dtype, device: chosen as `choose_dtype` and `choose_device` say, unless given. processes: among which the weights are cut,
     each with its own device; logits and hidden states are whole in all of them, keys and values are not.
-    Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that can be rolled back.
+    Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that the slot cache serves.
+
+    max_model_len: most tokens of a row; why_no_longer: the reason, where the model itself goes on further.
     """
 
     processes: Processes = ALONE
+    contract: Contract
+    why_no_longer: str = ""
 
     def __init__(
         self,
@@ -90,13 +95,20 @@ class CausalLM:
                 linear.pack(self.model)
         self.config = self.model.config.get_text_config()
 
-        self.vocab_size: int = self.config.vocab_size
-        self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
         self.max_model_len: int = getattr(self.config, "max_position_embeddings", None) or 2**31
+        if (original := longrope_limit(self.config)) is not None and original < self.max_model_len:
+            self.max_model_len = original
+            self.why_no_longer = (
+                "; beyond them a LongRoPE model turns all positions of a forward by other factors, so a row would depend on "
+                "its batch mates"
+            )
+        self.contract = held_to_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
+        self.vocab_size: int = self.contract.vocab_size
+        self.hidden_size: int = self.config.hidden_size
+        self.num_layers: int = len(self.contract.kv_shapes)
         self.eos_token_ids = _eos_token_ids(self.path, self.config)
         self._tokenizer: Any = None
-        self._taps: dict[int, Tensor] = {}
+        self._taps: dict[int, Any] = {}
         self._hooks: dict[int, Any] = {}
 
     @property
@@ -121,8 +133,41 @@ class CausalLM:
         return self.model.get_input_embeddings()
 
     @property
+    def layers(self) -> torch.nn.ModuleList:
+        """The decoder layers."""
+        self.check_states()
+        assert self.contract.layers is not None
+        return self.contract.layers
+
+    @property
     def final_norm(self) -> torch.nn.Module:
-        return self.model.get_decoder().norm
+        """What stands between the last layer and the output layer."""
+        self.check_states()
+        assert self.contract.final_norm is not None
+        return self.contract.final_norm
+
+    @property
+    def not_finite(self) -> str:
+        """A line about logits that hold nan or inf."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"the logits of {self.name} are not finite (nan or inf) in {dtype}; use another dtype, or fetch the model again"
+
+    def check_states(self) -> None:
+        """Raise ValueError, one line, if hidden states cannot be read, or the logits not be derived from the last of them."""
+        if self.contract.no_states:
+            raise ValueError(
+                f"{self.name}: hidden states of model_type {self.config.model_type!r} cannot be used: "
+                f"{self.contract.no_states}; it decodes with methods that read none (ngram, suffix, draft_model)"
+            )
+
+    def check_shared_parts(self) -> None:
+        """Raise ValueError, one line, if a drafter cannot share this target's states, embedding and output layer."""
+        self.check_states()
+        if (width := self.embedding(torch.zeros(1, dtype=torch.int64, device=self.device)).shape[-1]) != self.hidden_size:
+            raise ValueError(
+                f"{self.name}: the embedding of model_type {self.config.model_type!r} is {width} wide, and its hidden states "
+                f"are {self.hidden_size} wide; a drafter that shares both cannot be built, use method draft_model"
+            )
 
     def head_rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Weight [n, D] and bias [n] of the output layer, for these tokens or for all."""
@@ -142,21 +187,16 @@ class CausalLM:
         return self.cap(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
     def slots(self) -> list[tuple[int, ...]]:
-        """What a slot cache holds for every layer: heads, width of keys, and of values where that is another (MLA, whose
-        compressed keys and values are kept as the heads see them)."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        width = getattr(self.config, "head_dim", None) or self.hidden_size // self.config.num_attention_heads
-        of_layer: tuple[int, ...] = (heads, width)
-        if of_key := getattr(self.config, "qk_head_dim", None):
-            of_layer = (self.config.num_attention_heads, of_key, self.config.v_head_dim)
-        return [of_layer] * self.num_layers
-
-    def new_cache(self) -> SlotCache:
-        """For this process's own heads, where those are cut among several."""
+        """What a slot cache of the whole model holds for every layer: heads, width of keys and of values (MLA's compressed ones
+        are kept as the heads see them)."""
         size, share = self.processes.size, 1
         if size > 1 and shard.cuts_heads(shard.plan_of(self.model.config, size)):
             share = size
-        return SlotCache([(heads // share, *widths) for heads, *widths in self.slots()], self.dtype, self.device)
+        return [(heads * share, *widths) for heads, *widths in self.contract.kv_shapes]
+
+    def new_cache(self) -> SlotCache:
+        """For this process's own heads, where those are cut among several."""
+        return SlotCache(self.contract.kv_shapes, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -182,18 +222,12 @@ class CausalLM:
         self._tap(hidden_layers)
         if last_only:
             keep = (np.cumsum(length_B) - 1).clip(0)
-        places: Any = 0 if keep is None else torch.from_numpy(keep).to(self.device, non_blocking=True)
-        out = self.model(
-            input_ids=token_N.unsqueeze(0),
-            position_ids=window.slot_N.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=places,
-            window=window,
-        )
+        places = None if keep is None else torch.from_numpy(keep).to(self.device, non_blocking=True)
+        logits = contract.call(self.model, token_N, window, places)
         hidden_NTD = None
         if hidden_layers:
             hidden_NTD = torch.stack([self._taps[layer][0] for layer in hidden_layers], 1)
-        return Output(out.logits[0], hidden_NTD)
+        return Output(logits, hidden_NTD)
 
     def prefill(
         self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()
@@ -222,16 +256,20 @@ class CausalLM:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks, self._taps = {}, {}
-        decoder = self.model.get_decoder()
         for layer in set(layers):
             if not 0 <= layer <= self.num_layers:
                 raise ValueError(f"hidden layer {layer} is outside 0..{self.num_layers} of {self.name}")
-            module = decoder.norm if layer == self.num_layers else decoder.layers[layer]
 
-            def keep(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
-                self._taps[layer] = args[0] if args else kwargs["hidden_states"]
+            def enters(_: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+                self._taps[layer] = contract.entering(args, kwargs)
 
-            self._hooks[layer] = module.register_forward_pre_hook(keep, with_kwargs=True)
+            def leaves(_: Any, args: Any, out: Any, layer: int = layer) -> None:
+                self._taps[layer] = contract.leaving(out)
+
+            if layer < self.num_layers:
+                self._hooks[layer] = self.layers[layer].register_forward_pre_hook(enters, with_kwargs=True)
+            else:
+                self._hooks[layer] = self.layers[-1].register_forward_hook(leaves)
 
 
 def capped(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -248,7 +286,8 @@ def capped(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes: Processes = ALONE) -> Any:
     """The transformers model of a directory, for inference, reading only JSON and safetensors. Of several processes each has
-    its part on its device; the whole passes through the memory of the CPU."""
+    its part on its device; the whole passes through the memory of the CPU. Raises ValueError, one line, for what cannot be
+    read, and for weights that are not the model's: missing ones, integers for numbers, nan and inf."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
@@ -258,7 +297,7 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes
     if hub.is_random(path):
         with torch.random.fork_rng(), device if plan is None else torch.device("cpu"):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="specdec")
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     else:
         loud = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # what is wrong is said below, in one line
@@ -266,18 +305,20 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
-                attn_implementation="specdec",
+                attn_implementation=ATTENTION,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
         except Exception as error:
+            _refuse_what_cannot_be_made(path, config)
             raise ValueError(f"{path}: the weights cannot be read ({first_line(error)}); fetch the model again") from None
         finally:
             transformers_logging.set_verbosity(loud)
         model, told = loaded
         if told["missing_keys"]:  # transformers would leave them random
             raise ValueError(f"{path}: the weights lack {sorted(told['missing_keys'])[0]!r}; fetch the model again")
+        _check_weights(model, path)
     if plan is not None:
         shard.shard(model, plan, processes)
     return model.to(device).eval().requires_grad_(False)
@@ -289,9 +330,78 @@ def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
     if foreign or getattr(config, "is_encoder_decoder", False):
         what = ", ".join(sorted(foreign)) or "an encoder"
         raise ValueError(
-            f"{path}: model_type {config.model_type!r} has {what}, whose state cannot be rolled back to before a rejected "
-            "draft; use a model with attention layers only"
+            f"{path}: model_type {config.model_type!r} has {what}, which attends in another way, or keeps a state that cannot "
+            "be rolled back to before a rejected draft; use a model with layers of full or sliding attention only"
         )
+
+
+def _refuse_what_cannot_be_made(path: Path, config: Any) -> None:
+    """The part of a failure to load that no other copy of the weights would mend."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: model_type {config.model_type!r} cannot be decoded here: transformers makes no causal LM of it whose "
+            f"attention goes through its attention interface ({first_line(error)}); use another model"
+        ) from None
+
+
+def _check_weights(model: Any, path: Path) -> None:
+    """Raise ValueError, one line, for nan, inf, and integers in the file of what are numbers in the model."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as inside:
+            for key in set(inside.keys()) & set(tensors):
+                if tensors[key].is_floating_point() and (kind := inside.get_slice(key).get_dtype())[0] not in "FB":
+                    raise ValueError(f"{file}: {key} is of type {kind}, and the model has numbers there; fetch the model again")
+    for key, tensor in tensors.items():
+        if not is_finite(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{path}: the weight {key} holds nan or inf in {dtype}; fetch the model again, or use a dtype with more range"
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds no nan and no inf; also of types of 8 bits, of which torch cannot say it."""
+    if not tensor.is_floating_point():
+        return True
+    tensor = tensor.detach()
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    # a sum is finite only if all of it is, and one pass over the memory; what overflows is looked at more closely
+    if tensor.itemsize > 1 and bool(tensor.sum(dtype=wide).isfinite()):
+        return True
+    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
+
+
+def held_to_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.device, most_positions: int = 2**31) -> Contract:
+    """What a probe of a loaded model finds. Raises ValueError, one line, for one that the slot cache cannot serve."""
+
+    def cap(logits: Tensor) -> Tensor:
+        return capped(model.config.get_text_config(), logits)[0]
+
+    try:
+        return contract.probe(model, dtype, device, cap, most_positions)
+    except Refused as error:
+        raise ValueError(f"{path}: model_type {model.config.model_type!r} cannot be decoded here: {error}") from None
+
+
+def longrope_limit(config: Any) -> int | None:
+    """Tokens of a row for which a LongRoPE model has one set of factors; None for other models.
+
+    transformers takes the short or the long factors by the largest position of a forward, for all rows in it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") in ("longrope", "su") and any(
+            kind.get(f"short_{what}") != kind.get(f"long_{what}") for what in ("factor", "mscale")
+        ):
+            limits.append(
+                kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            )
+    return min((limit for limit in limits if limit), default=None)
 
 
 def _eos_token_ids(path: Path, config: Any) -> list[int]:

@@ -22,12 +22,14 @@ DEMO = Path(__file__).parent / "assets" / "demo.jsonl"
 
 @dataclass(frozen=True)
 class Task:
-    """User turns, answered one after the other as one conversation; system: a message in front of them."""
+    """User turns, answered one after the other as one conversation; system: a message in front of them; tools: the JSON text of
+    the functions that may be called, for the chat template."""
 
     id: str
     category: str
     turns: tuple[str, ...]
     system: str | None = None
+    tools: str | None = None
 
 
 def load(path: Path | str, limit: int | None = None) -> list[Task]:
@@ -79,7 +81,9 @@ def _spread(tasks: list[Task], limit: int) -> list[Task]:
     return [tasks[place] for place in sorted(place for _, place in sorted(order)[:limit])]
 
 
-def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str], system: str | None = None) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, turns: list[str], answers: list[str], system: str | None = None, tools: str | None = None
+) -> list[int]:
     """Token ids of a conversation up to its last user turn: by the chat template if there is one, else as plain text."""
     if not tokenizer.chat_template:
         text = f"{system}\n\n" if system else ""
@@ -90,7 +94,8 @@ def prompt_ids(tokenizer: Any, turns: list[str], answers: list[str], system: str
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    text = render_chat(tokenizer, messages, add_generation_prompt=True)
+    given = json.loads(tools) if tools else None
+    text = render_chat(tokenizer, messages, tools=given, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -116,7 +121,7 @@ def decode(
             if name in answered:
                 answers.append(text_of(answered[name]))
                 continue
-            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system)
+            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system, task.tools)
             of[name] = (task, turn)
             own = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
             return Request(name, ids, params, own, task.category)
@@ -160,12 +165,14 @@ def request_id(task: Task, turn: int) -> str:
 
 def fingerprint(tasks: list[Task]) -> str:
     """A hash of what is asked, for telling whether two runs had the same prompts."""
-    text = json.dumps([(task.id, task.turns, task.system) if task.system else (task.id, task.turns) for task in tasks])
+    last = [("tools", task.tools) if task.tools else () for task in tasks]
+    own = [(task.id, task.turns, task.system) if task.system else (task.id, task.turns) for task in tasks]
+    text = json.dumps([(*first, *more) for first, more in zip(own, last, strict=True)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prepare(engine: Engine, tasks: list[Task], params: SamplingParams) -> None:
     """Check the tasks' first turns and make room for them: errors come before anything runs."""
     tokenizer = engine.target.tokenizer
-    first = [prompt_ids(tokenizer, [task.turns[0]], [], task.system) for task in tasks]
+    first = [prompt_ids(tokenizer, [task.turns[0]], [], task.system, task.tools) for task in tasks]
     engine.prepare(*(Request(request_id(task, 1), ids, params) for task, ids in zip(tasks, first, strict=True)))

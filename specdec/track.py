@@ -32,8 +32,8 @@ _WRITTEN = (  # names that runs write under
     "run.png", "train.png", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
     "cost.json", "cost.png", WANDB_ID,
 )  # fmt: skip
-_LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "proposer")
-_TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "decode_s")
+_LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "cpu_s", "proposer")
+_TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "prefill_cpu_s", "decode_s")
 
 
 def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
@@ -47,15 +47,20 @@ def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
         return
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"out_dir={out_dir} is a file; give a directory")
-    taken = (out_dir / MARKER).exists()
-    if resume and not taken:
+    if resume and not (out_dir / MARKER).exists():
         raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
+    if resume or lock.is_free(out_dir / LOCK):
+        _refuse_taken(out_dir, resume, resumes)
     lock.acquire(out_dir / LOCK, f"out_dir={out_dir}")
+    _refuse_taken(out_dir, resume, resumes)  # now that no other process can come in between
+
+
+def _refuse_taken(out_dir: Path, resume: bool, resumes: bool) -> None:
     taken = (out_dir / MARKER).exists()
     if taken and not resume:
         go_on = ", or resume=true to go on with it" if resumes else ""
         raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir={go_on}")
-    if not taken:
+    if not taken and out_dir.is_dir():
         found = sorted(path.name for path in out_dir.iterdir() if path.name in _WRITTEN or path.suffix == ".safetensors")
         if found:
             raise ValueError(f"out_dir={out_dir} holds {found[0]}, which is of no run of ours; give another out_dir=")

@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from specdec import method, rejection
 from specdec.adaptive import Adaptive, Scheduled
+from specdec.contract import Contract
 from specdec.core import Context, Draft, Policy, Proposer, SamplingParams
 from specdec.cost import CostTable
 from specdec.drafter import Init
@@ -60,6 +61,9 @@ class TokenCache:
 
     def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
         self.token_RS[row_N, slot_N] = token_N
+
+    def wipe(self) -> None:
+        self.token_RS[:] = POISON
 
 
 class TableLM(CausalLM):
@@ -92,7 +96,9 @@ class TableLM(CausalLM):
         self.own_embedding = torch.nn.Embedding(self.vocab_size, self.hidden_size).requires_grad_(False)
         self.own_embedding.weight.copy_(torch.randn(self.vocab_size, self.hidden_size, generator=noise))
         self.config._attn_implementation = "specdec"
-        decoder = SimpleNamespace(layers=[LlamaDecoderLayer(self.config, 0)], rotary_emb=LlamaRotaryEmbedding(self.config))
+        decoder = SimpleNamespace(rotary_emb=LlamaRotaryEmbedding(self.config))
+        layers = torch.nn.ModuleList([LlamaDecoderLayer(self.config, 0)])
+        self.contract = Contract([(1, 4, 4)] * self.num_layers, self.vocab_size, layers, torch.nn.Identity())
         self.model = SimpleNamespace(get_output_embeddings=self._head, get_decoder=lambda: decoder)
 
     def _head(self) -> torch.nn.Linear:
@@ -109,10 +115,6 @@ class TableLM(CausalLM):
     @property
     def embedding(self) -> torch.nn.Module:
         return self.own_embedding
-
-    @property
-    def final_norm(self) -> torch.nn.Module:
-        return torch.nn.Identity()
 
     @classmethod
     def random(cls, vocab_size: int, seed: int = 0, scale: float = 1.0, max_model_len: int = 512) -> TableLM:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -575,6 +576,10 @@ def test_what_is_written_loads_where_it_should(name: str, engine: str, tmp_path:
         else {"sglang"}
         if engine == "sglang" and kind == "eagle"
         else LOADS[kind]
+    )
+    looked_at = set(lint.ENGINES) if kind == "mlp" else {"vllm", "sglang", "speculators"}
+    assert {one.engine for one in lint.check(tmp_path, target)} == looked_at, (
+        "of others nothing is known, and nothing is claimed"
     )
     if name in ONE_ENGINE or "gemma" in name:
         expected = expected - {"sglang"}
@@ -1144,8 +1149,9 @@ def test_a_draft_model_is_shared_as_it_is(
     done = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
     assert done.code == 0, done.err
     spec = {"method": "draft_model", "model": "shared"} | ({"parallel_drafting": True} if script == "pard" else {})
-    command = re.search(r"vllm serve tiny-llama --speculative-config '(.*)'", (tmp_path / "shared" / "README.md").read_text())
+    command = re.search(r"vllm serve TARGET --speculative-config '(.*)'", (tmp_path / "shared" / "README.md").read_text())
     assert command is not None
+    assert "TARGET: the directory or hub id of tiny-llama." in (tmp_path / "shared" / "README.md").read_text()
     assert spec.items() <= json.loads(command[1]).items()
     ours, theirs = (load_file(path / "model.safetensors") for path in (run / "last", tmp_path / "shared"))
     assert ours.keys() == theirs.keys()
@@ -1226,7 +1232,7 @@ def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[
     whole = changed(ships(name), tmp_path / "whole", lambda held: None)
     edited(whole, **told)
     assert verdict(whole) == {"vllm", "sglang"}, lint.check(whole)
-    assert "names and shapes as vLLM 0.33 wants" in of(lint.check(whole), "vllm", "ok")
+    assert "names and shapes as vLLM 0.32, 0.33 wants" in of(lint.check(whole), "vllm", "ok")
     names = sorted(shipped.held(whole, config))
     optional = ("embed_tokens.weight", "shared_head.head.weight")
     for i, key in enumerate(names):
@@ -1460,12 +1466,55 @@ def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
 def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
-    for i, (given, count) in enumerate((((), 5), (("num_speculative_tokens=7",), 7))):
+    for i, (given, count) in enumerate((((), 3), (("num_speculative_tokens=7",), 7))):
         done = share("checkpoint=ours", "format=speculators", f"out=out-{i}", *given)
         assert done.code == 0, done.err
         config = json.loads((tmp_path / f"out-{i}" / "config.json").read_text())
         assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
         assert f'"num_speculative_tokens": {count}' in done.out
+
+
+@pytest.mark.parametrize("start", ["a run", "weights alone", "a speculators directory"])
+def test_every_export_of_a_drafter_drafts_as_many_tokens(start: str, run: Path, share: Cli, tmp_path: Path) -> None:
+    """As it was trained to be served, as its config says, or as is usual: in commands, cards and configs alike."""
+    source, count = run, 3
+    if start != "a run":
+        (tmp_path / "ours").mkdir()
+        native.save(tmp_path / "ours", trained("eagle3"), {"identity": {"eval": {"num_speculative_tokens": None}}}, "")
+        source = tmp_path / "ours"
+    if start == "a speculators directory":
+        assert share(f"checkpoint={source}", "format=speculators", "out=theirs", "num_speculative_tokens=6").code == 0
+        source, count = tmp_path / "theirs", 6
+    for format in ("vllm", "sglang", "speculators"):
+        done = share(f"checkpoint={source}", f"format={format}", f"out={format}", "target=tiny-llama")
+        assert done.code == 0, done.err
+        card = (tmp_path / format / "README.md").read_text()
+        named = re.findall(r'num_speculative_tokens": (\d+)|num-steps (\d+)', done.out + card)
+        assert {a or b for a, b in named} == {str(count)}
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
+
+
+def test_a_serve_command_names_a_target_that_engines_find(share: Cli, tmp_path: Path) -> None:
+    """They take a name of ours, or the last part of a directory, for a hub id."""
+    shutil.copytree(hub.resolve("tiny-llama"), tmp_path / "models" / "mine")
+    for name, here, card in (
+        ("tiny-llama", str(hub.resolve("tiny-llama")), "TARGET"),
+        (str(tmp_path / "models" / "mine"), str(tmp_path / "models" / "mine"), "TARGET"),
+        ("models/mine", "models/mine", "TARGET"),
+        ("org/model", "org/model", "org/model"),
+        ("gone/with/it", "TARGET", "TARGET"),
+    ):
+        shutil.rmtree(tmp_path / "ours", ignore_errors=True)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        (tmp_path / "ours").mkdir()
+        made = trained("eagle3")
+        native.save(tmp_path / "ours", replace(made, target=made.target | {"name": name}), {}, "")
+        done = share("checkpoint=ours", "out=out")
+        assert done.code == 0, done.err
+        assert f"vllm serve {here} --speculative-config" in done.out
+        assert f"vllm serve {card} --speculative-config" in (tmp_path / "out" / "README.md").read_text()
+        assert f"--model-path {card} " in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_command_names_the_directory_as_it_was_given(share: Cli, tmp_path: Path) -> None:

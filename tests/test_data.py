@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -86,15 +87,17 @@ QWEN3 = r"""
 THINK = "<think>\n\n</think>\n\n"
 
 
-def byte_tokenizer(template: str | None, eos: str = "</s>", merges: tuple[tuple[str, str], ...] = ()) -> Any:
-    """A token for every byte and for every merge of two, and the special ones."""
+def byte_tokenizer(
+    template: str | None, eos: str = "</s>", merges: tuple[tuple[str, str], ...] = (), more: tuple[str, ...] = ()
+) -> Any:
+    """A token for every byte and for every merge of two, and the special ones, with `more` of them."""
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for pair in merges:
         vocab["".join(pair)] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*SPECIAL, *more)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, pad_token="<pad>", chat_template=template
     )
@@ -229,7 +232,7 @@ def test_a_template_with_a_system_prompt_keeps_the_one_that_is_given() -> None:
 
 def test_a_token_across_the_border_of_prompt_and_answer_is_not_made() -> None:
     """The prompt is what the engine sees: the answer's first line feed cannot join its last one. Where the next prompt has
-    the answer in other tokens, it is history only."""
+    the answer in other tokens, those that lie wholly inside are supervised."""
     tokenizer = byte_tokenizer(CHATML, merges=NEWLINES)
     joined = tokenizer.convert_tokens_to_ids("ĊĊ")
     one = [user("a"), assistant("\nb\n\nc")]
@@ -239,8 +242,9 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_not_made() -> None:
     assert whole.count(joined) == 2, "if all is put to tokens at once, they join across the border"
     two = [*one, user("d"), assistant("e")]
     rendered = render(two, tokenizer)
-    assert supervised(tokenizer, rendered) == ["e<|im_end|>"]
-    assert rendered.token_ids[: spans(rendered)[0][0]] == ids_of(tokenizer, two[:3])
+    assert supervised(tokenizer, rendered) == ["b\n\nc<|im_end|>", "e<|im_end|>"]
+    assert rendered.num_merged == 1
+    assert rendered.token_ids[: spans(rendered)[-1][0]] == ids_of(tokenizer, two[:3])
     harmless = [user("a"), assistant("b\n"), user("\nc"), assistant("d\n\n")]
     check(tokenizer, harmless, lambda content: content + "<|im_end|>")
 
@@ -637,6 +641,533 @@ def test_line_ends_and_marks_of_other_systems(chatml: Any, tmp_path: Path) -> No
     loaded = load(tmp_path / "a.jsonl", chatml, VOCAB)
     assert texts(chatml, loaded) == ANSWERS
     assert not loaded.skipped
+
+
+# -------------------------------------------------------------------------------------------- tool calls
+
+ROLE = "<|im_start|>{{ m.role }}\n"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOOLS_FIRST = "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+INSTEAD = (  # the call in place of the content, one at most
+    TOOLS_FIRST + "{% for m in messages %}" + ROLE + "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}{% set f = m.tool_calls[0].function %}"
+    '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% else %}{{ m.content | trim }}{% endif %}<|im_end|>'
+    "{% endfor %}" + ASK
+)
+AFTER = (  # calls behind the content, between tokens of their own
+    TOOLS_FIRST + "{% for m in messages %}" + ROLE + "{{ m.content or '' }}{% for call in m.tool_calls or [] %}<tool>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool>{% endfor %}<|im_end|>\n"
+    "{% endfor %}" + ASK
+)
+CHANNELS = (  # a call and a last answer end otherwise, and an answer in the history otherwise again
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant{% if m.tool_calls %} to=functions."
+    "{{ m.tool_calls[0].function.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}"
+    "<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% endif %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+OPENER = (  # what ends a turn is what opens the next one
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n<think></think>\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool>{{ call.function.name }}{% for key in call.function.arguments %}"
+    "{{ key }}={{ call.function.arguments[key] }};{% endfor %}</tool>{% endfor %}{% elif m.role == 'tool' %}<|observation|>\n"
+    "{{ m.content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT_ARGUMENTS = (  # calls only where there is no content, and their arguments as text
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.content %}<|assistant|>{% for call in m.tool_calls %}"
+    "{{ '<tool>' + call.function.name + '\n' + call.function.arguments + '</tool>' }}{% endfor %}{{ eos_token }}"
+    "{% elif m.role == 'assistant' %}<|assistant|>{{ m.content + eos_token }}{% else %}<|{{ m.role }}|>{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PYTHON_ARGUMENTS = AFTER.replace(
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+    "{{ call.function.name }} {{ call.function.arguments }}",
+)
+PLAIN_CALLS = (  # no token ends a turn
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for call in m.tool_calls or [] %}[{{ call.function.name }}"
+    "({{ call.function.arguments | tojson }})]{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+MORE = (
+    "<tool>", "</tool>", "<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|end|>", "<|user|>",
+    "<|assistant|>", "<|observation|>", "<|system|>", "<|tool|>", "<think>", "</think>",
+)  # fmt: skip
+CALL = {"id": "call12345", "type": "function", "function": {"name": "weather", "arguments": {"city": "Köln", "days": 3}}}
+ARGUMENTS = '{"city": "Köln", "days": 3}'
+TOOL = {"role": "tool", "content": "22 degrees"}
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+WITH_CALLS: dict[str, tuple[str, tuple[str, ...], str, str, str]] = {
+    # template, eos tokens, what is supervised of a call, of text and a call, and of an answer to what the call gave
+    "instead": (INSTEAD, ("<|im_end|>",), '{"name": "weather", "parameters": %s}<|im_end|>', "", "Warm.<|im_end|>"),
+    "after": (
+        AFTER, ("<|im_end|>",), '<tool>\n{"name": "weather", "arguments": %s}\n</tool><|im_end|>',
+        'Let me see.<tool>\n{"name": "weather", "arguments": %s}\n</tool><|im_end|>', "Warm.<|im_end|>",
+    ),
+    "other eos": (
+        AFTER, ("</s>",), '<tool>\n{"name": "weather", "arguments": %s}\n</tool><|im_end|>',
+        'Let me see.<tool>\n{"name": "weather", "arguments": %s}\n</tool><|im_end|>', "Warm.<|im_end|>",
+    ),
+    "channels": (
+        CHANNELS, ("<|return|>", "<|call|>"), " to=functions.weather<|message|>%s<|call|>", "", "Warm.<|return|>",
+    ),
+    "opener": (
+        OPENER, ("<|user|>", "<|observation|>"), "<tool>weathercity=Köln;days=3;</tool><|observation|>",
+        "Let me see.<tool>weathercity=Köln;days=3;</tool><|observation|>", "Warm.<|user|>",
+    ),
+    "opener not of eos": (
+        OPENER, ("</s>",), "<tool>weathercity=Köln;days=3;</tool>",
+        "Let me see.<tool>weathercity=Köln;days=3;</tool>", "Warm.",
+    ),
+    "text": (TEXT_ARGUMENTS, ("</s>",), "<tool>weather\n%s</tool></s>", "", "Warm.</s>"),
+    "python": (
+        PYTHON_ARGUMENTS, ("<|im_end|>",), "<tool>\nweather %s\n</tool><|im_end|>",
+        "Let me see.<tool>\nweather %s\n</tool><|im_end|>", "Warm.<|im_end|>",
+    ),
+    "plain": (PLAIN_CALLS, ("</s>",), "[weather(%s)]", "Let me see.[weather(%s)]", "Warm."),
+}  # fmt: skip
+
+
+def calling(content: str | None, *calls: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls or [CALL])}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_tool_call_and_what_ends_it_are_supervised(name: str) -> None:
+    """Whatever the template does with a call: what the target would generate from the generation prompt is supervised."""
+    template, eos, call, text_and_call, answer = WITH_CALLS[name]
+    tokenizer = byte_tokenizer(template, more=MORE)
+    ids = tokenizer.convert_tokens_to_ids(list(eos))
+    call, text_and_call = (wanted.replace("%s", ARGUMENTS) for wanted in (call, text_and_call))
+    before = [user("Warm in Köln?")]
+    as_text = {**CALL, "function": {**CALL["function"], "arguments": ARGUMENTS}}
+    absent = {key: value for key, value in calling(None).items() if key != "content"}
+    flat = calling(None, CALL["function"])
+    for message in (calling(None), calling(""), absent, calling(None, as_text), flat):
+        rendered = render([*before, message], tokenizer, eos_token_ids=ids)
+        assert supervised(tokenizer, rendered) == [call], message
+        prompt = ids_of(tokenizer, before)
+        assert rendered.token_ids[: len(prompt)] == prompt
+        assert spans(rendered)[-1][1] == len(rendered.token_ids)
+    if text_and_call:
+        rendered = render([*before, calling("Let me see.")], tokenizer, eos_token_ids=ids)
+        assert supervised(tokenizer, rendered) == [text_and_call]
+    whole = [*before, calling(None), TOOL, assistant("Warm.")]
+    rendered = render(whole, tokenizer, eos_token_ids=ids)
+    assert supervised(tokenizer, rendered) == [call, answer]
+    assert render([*whole, user("Thanks.")], tokenizer, eos_token_ids=ids) == rendered
+
+
+def test_what_opens_the_next_message_is_the_end_of_a_turn_only_if_the_target_ends_with_it() -> None:
+    """It stands where the next turn begins, and behind the last one, too."""
+    tokenizer = byte_tokenizer(OPENER, more=MORE)
+    end, other = tokenizer.convert_tokens_to_ids(["<|user|>", "</s>"])
+    two = [user("Hi?"), assistant("Good day."), user("Again?"), assistant("Yes.")]
+    rendered = render(two, tokenizer, eos_token_ids=[end])
+    assert supervised(tokenizer, rendered) == ["Good day.<|user|>", "Yes.<|user|>"]
+    assert rendered.token_ids.count(end) == 3
+    rendered = render(two, tokenizer, eos_token_ids=[other])
+    assert supervised(tokenizer, rendered) == ["Good day.", "Yes."]
+    assert supervised(tokenizer, render(two, tokenizer)) == ["Good day.", "Yes."], "the tokenizer's own is another"
+    assert rendered.token_ids.count(end) == 2
+    plain = render(CASES["one"], byte_tokenizer(PLAIN), eos_token_ids=[256])
+    assert plain == render(CASES["one"], byte_tokenizer(PLAIN)), "no token opens its turns"
+
+
+def test_the_ends_of_the_target_are_those_of_its_generation_config(tmp_path: Path) -> None:
+    """And not only the tokenizer's eos token."""
+    tokenizer = byte_tokenizer(OPENER, more=MORE)
+    path = write(tmp_path / "a.jsonl", [{"id": "a", "messages": [user("Hi?"), assistant("Good day.")]}])
+    given = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
+    for eos, wanted in ((["<|user|>", "<|observation|>"], "Good day.<|user|>"), (["</s>"], "Good day.")):
+        ids = tokenizer.convert_tokens_to_ids(eos)
+        target: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=VOCAB, max_model_len=100, eos_token_ids=ids)
+        assert texts(tokenizer, data.load_group(given | {"supervise": "generated"}, target)) == {"a": wanted}
+
+
+def test_a_turn_ends_with_the_first_of_the_targets_ends() -> None:
+    """Some templates close a content with other special tokens first, or say something between."""
+    template = CHATML.replace("<|im_end|>\n", "{{ '<|end|>' if message['role'] == 'assistant' }}<|im_end|>\n")
+    tokenizer = byte_tokenizer(template, "<|im_end|>", more=MORE)
+    assert supervised(tokenizer, render(CASES["one"], tokenizer)) == ["It is 42.<|end|><|im_end|>"]
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert supervised(tokenizer, render(CASES["one"], tokenizer, eos_token_ids=[end])) == ["It is 42.<|end|>"]
+    apart = byte_tokenizer(template.replace("'<|end|>'", "'<|end|>that was all'"), "<|im_end|>", more=MORE)
+    final = apart.convert_tokens_to_ids("<|im_end|>")
+    assert supervised(apart, render(CASES["one"], apart)) == ["It is 42.<|end|>"], "the tokenizer's may be one of several"
+    known = render(CASES["one"], apart, eos_token_ids=[final])
+    assert supervised(apart, known) == ["It is 42.<|end|>that was all<|im_end|>"]
+
+
+NOT_SHOWN = {
+    "no call": (CHATML.replace("message['content']", "message['content'] or ''"), [calling(None)]),
+    "content only": (CHATML, [calling("Let me see.")]),
+    "no arguments": (AFTER.replace("'arguments': call.function.arguments", "'arguments': {}"), [calling(None)]),
+    "no name": (AFTER.replace("'name': call.function.name,", ""), [calling(None)]),
+    "one of two": (AFTER.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]"), [calling(None, CALL, CALL)]),
+    "in the history": (CHATML, [calling("Let me see."), TOOL, assistant("Warm.")]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SHOWN)
+def test_a_row_whose_call_leaves_no_trace_is_skipped_and_counted(name: str, tmp_path: Path) -> None:
+    """It would teach to stop at once, or a conversation that makes no sense."""
+    template, turns = NOT_SHOWN[name]
+    tokenizer = byte_tokenizer(template, more=MORE)
+    row = {"messages": [user("Warm in Köln?"), *turns]}
+    loaded = load(write(tmp_path / "a.jsonl", [row, ROWS[0], row]), tokenizer, VOCAB)
+    assert [sample.id for sample in loaded.samples] == ["r0"]
+    assert dict(loaded.skipped) == {"a tool call that the chat template does not show": 2}
+    with pytest.raises(ValueError, match="a tool call that the chat template does not show"):
+        render(row["messages"], tokenizer)
+
+
+def test_a_call_that_cannot_be_told_from_its_surroundings_is_no_answer() -> None:
+    """Another turn behind it, one that ends in the middle, and one that the template refuses."""
+    before = [user("Warm?")]
+    last = AFTER.replace("{% endfor %}" + ASK, "{% endfor %}<|im_start|>system\nCall the tools.<|im_end|>\n" + ASK)
+    without_end = last.replace("</tool>{% endfor %}<|im_end|>\n", "</tool>{% endfor %}\n")
+    with pytest.raises(UnstableTemplate, match="puts another turn before the end of one"):
+        render([*before, calling(None)], byte_tokenizer(without_end, "<|im_end|>", more=MORE))
+    parted = AFTER.replace("<tool>", "<|im_end|>\n<|im_start|>call\n<tool>")
+    with pytest.raises(ValueError, match="ends before its end"):
+        render([*before, calling("Let me see.")], byte_tokenizer(parted, "<|im_end|>", more=MORE))
+    with pytest.raises(ValueError, match=r"refuses the messages \(.*one call at once"):
+        render([*before, calling(None, CALL, CALL)], byte_tokenizer(INSTEAD))
+    nothing = CHATML.replace("{{ message['content'] }}", "{{ message['content'] if message['role'] != 'assistant' }}")
+    with pytest.raises(ValueError, match="'assistant' that the chat template does not show"):
+        render(CASES["one"], byte_tokenizer(nothing))
+
+
+BAD_CALLS: dict[str, tuple[Any, str]] = {
+    "no list": ({**calling(None), "tool_calls": {"a": 1}}, "tool_calls are not a list"),
+    "text": (calling(None, "weather"), "a tool call without the name of a function"),
+    "no name": (calling(None, {"function": {"arguments": {}}}), "a tool call without the name of a function"),
+    "number": (calling(None, {"name": "f", "arguments": 3}), "a tool call whose arguments are neither an object nor JSON text"),
+    "of a user": ({**calling("x"), "role": "user"}, "a message of role 'user' with tool calls, which only an assistant makes"),
+    "half a pair": (calling(None, {"name": "f", "arguments": {"a": "\ud800"}}), "a message with half of a surrogate pair"),
+    "neither": ({"role": "assistant", "content": None}, "a message without role and text content"),
+    "empty": ({**calling(None), "tool_calls": []}, "a message without role and text content"),
+    "not JSON": ({"from": "function_call", "value": "weather()"}, "a message of role 'function_call' that is not JSON"),
+    "weight": ({**assistant("a"), "weight": 0.5}, "a message of weight 0.5; 0 and 1 are known"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CALLS)
+def test_a_malformed_call_is_skipped_and_counted(kind: str, tmp_path: Path) -> None:
+    message, reason = BAD_CALLS[kind]
+    tokenizer = byte_tokenizer(AFTER, more=MORE)
+    loaded = load(write(tmp_path / "a.jsonl", [ROWS[0], {"messages": [user("a"), message]}]), tokenizer, VOCAB)
+    assert [sample.id for sample in loaded.samples] == ["r0"]
+    ((said, count),) = loaded.skipped.items()
+    assert said.startswith(reason)
+    assert count == 1
+
+
+# ----------------------------------------------------------------------- fields, roles, messages that are lost
+
+
+def test_the_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    """As a list, as JSON text, without the wrapping, and under the name that they had before."""
+    tokenizer = byte_tokenizer(AFTER, more=MORE)
+    messages = [user("Warm?"), calling(None)]
+    spelled = {
+        "list": {"tools": [SCHEMA]},
+        "text": {"tools": json.dumps([SCHEMA])},
+        "flat": {"tools": [SCHEMA["function"]]},
+        "flat text": {"tools": json.dumps([SCHEMA["function"]])},
+        "one": {"tools": SCHEMA},
+        "functions": {"functions": [SCHEMA["function"]]},
+    }
+    rows = [{"id": name, "messages": messages, **given} for name, given in spelled.items()]
+    loaded = load(write(tmp_path / "a.jsonl", rows), tokenizer, VOCAB)
+    assert not loaded.skipped
+    assert not loaded.unused
+    prompt = ids_of(tokenizer, messages[:1], tools=[SCHEMA])
+    assert '"properties"' in tokenizer.decode(prompt)
+    for sample in loaded.samples:
+        assert sample.token_n[: len(prompt)].tolist() == prompt, sample.id
+        assert sample.token_n.tolist() == loaded.samples[0].token_n.tolist()
+    assert render(messages, tokenizer, tools=json.dumps([SCHEMA])).token_ids == loaded.samples[0].token_n.tolist()
+    none = [{"messages": messages, "tools": value} for value in (None, [], "", "[]")]
+    loaded = load(write(tmp_path / "b.jsonl", none), tokenizer, VOCAB)
+    assert {tuple(sample.token_n) for sample in loaded.samples} == {tuple(render(messages, tokenizer).token_ids)}
+    bad = [{"messages": messages, "tools": value} for value in ("weather", "[1]", [1], 3)]
+    loaded = load(write(tmp_path / "c.jsonl", [*none, *bad]), tokenizer, VOCAB)
+    assert dict(loaded.skipped) == {"tools are not JSON": 1, "tools are not a list of objects": 3}
+
+
+def test_null_in_a_table_was_not_given_and_in_json_lines_it_was(tmp_path: Path) -> None:
+    """A table has every key of every call and schema in each."""
+    tokenizer = byte_tokenizer(AFTER, more=MORE)
+    rows = [
+        {"id": name, "messages": [user("a"), calling(None, {"name": "f", "arguments": arguments})]}
+        for name, arguments in (("x", {"x": "1", "y": None}), ("y", {"x": None, "y": "2"}))
+    ]
+    plain = texts(tokenizer, load(write(tmp_path / "a.jsonl", rows), tokenizer, VOCAB))
+    assert '"arguments": {"x": "1", "y": null}}' in plain["x"]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "table"))
+    table = texts(tokenizer, load(tmp_path / "table", tokenizer, VOCAB))
+    assert '"arguments": {"x": "1"}}' in table["x"]
+    assert '"arguments": {"y": "2"}}' in table["y"]
+
+
+def test_a_system_column_is_a_message_in_front(chatml: Any, tmp_path: Path) -> None:
+    rows = [
+        {"id": "column", "system": "Be brief.", "messages": CASES["one"]},
+        {"id": "both", "system": "Be brief.", "messages": [system("Be brief."), *CASES["one"]]},
+        {"id": "prompt", "system": "Be brief.", "prompt": CASES["one"][0]["content"], "response": CASES["one"][1]["content"]},
+        {"id": "empty", "system": "", "messages": [system("Be brief."), *CASES["one"]]},
+        {"id": "other", "system": "Be long.", "messages": [system("Be brief."), *CASES["one"]]},
+    ]
+    loaded = load(write(tmp_path / "a.jsonl", rows), chatml, VOCAB)
+    wanted = render([system("Be brief."), *CASES["one"]], chatml).token_ids
+    assert {sample.id: sample.token_n.tolist() for sample in loaded.samples} == dict.fromkeys(
+        ["column", "both", "prompt", "empty"], wanted
+    )
+    assert dict(loaded.skipped) == {"a system column beside another system message": 1}
+    assert not loaded.unused
+    bare = byte_tokenizer(None)
+    row = {"system": "Be brief.", "prompt": "Hello?", "response": "Hi."}
+    (sample,) = load(write(tmp_path / "b.jsonl", [row]), bare, VOCAB).samples
+    assert bare.decode(sample.token_n) == "Be brief.\n\nHello?Hi.</s>", "as evaluation puts it"
+
+
+def test_roles_of_tools_in_every_spelling(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(AFTER, more=MORE)
+    call = {"name": "weather", "arguments": CALL["function"]["arguments"]}
+    two = [{"name": "weather", "arguments": {"city": "Bonn"}}, call]
+    rows = [
+        {"id": "a", "messages": [user("Warm?"), calling(None), TOOL, assistant("Yes.")]},
+        {"id": "b", "conversations": [
+            {"from": "human", "value": "Warm?"}, {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": "22 degrees"}, {"from": "gpt", "value": "Yes."},
+        ]},
+        {"id": "c", "messages": [
+            user("Warm?"), {"role": "assistant", "content": None, "function_call": {**call, "arguments": ARGUMENTS}},
+            {"role": "function_response", "content": "22 degrees"}, assistant("Yes."),
+        ]},
+        {"id": "d", "messages": [user("Warm?"), calling(None, *two)]},
+        {"id": "e", "conversations": [
+            {"from": "human", "value": "Warm?"}, {"from": "function_call", "value": json.dumps(two)}
+        ]},
+    ]  # fmt: skip
+    loaded = load(write(tmp_path / "a.jsonl", rows), tokenizer, VOCAB)
+    assert not loaded.skipped
+    by_id = {sample.id: (sample.token_n.tolist(), sample.mask_n.tolist()) for sample in loaded.samples}
+    assert by_id["a"] == by_id["b"] == by_id["c"]
+    assert by_id["d"] == by_id["e"]
+    assert "<|im_start|>tool\n22 degrees" in tokenizer.decode(by_id["a"][0])
+
+
+def test_a_turn_of_weight_nought_is_history(chatml: Any, tmp_path: Path) -> None:
+    one, two = {**assistant("Good day."), "weight": 0}, {**assistant("Yes."), "weight": 1}
+    rows = [
+        {"id": "first", "messages": [user("Hi?"), one, user("Again?"), two]},
+        {"id": "last", "messages": [user("Hi?"), two, user("Again?"), one]},
+        {"id": "none", "messages": [user("Hi?"), one]},
+        {"id": "false", "messages": [user("Hi?"), {**two, "weight": True}, user("Again?"), {**two, "weight": False}]},
+    ]
+    loaded = load(write(tmp_path / "a.jsonl", rows), chatml, VOCAB)
+    assert texts(chatml, loaded) == dict.fromkeys(["first", "last", "false"], "Yes.<|im_end|>")
+    assert "Good day.<|im_end|>" in chatml.decode(loaded.samples[0].token_n), "it stays in the conversation"
+    assert dict(loaded.skipped) == {"every assistant turn has weight 0": 1}
+    assert not loaded.unused
+    of_user = {"messages": [{**user("Hi?"), "weight": 1}, two]}
+    assert dict(load(write(tmp_path / "b.jsonl", [of_user]), chatml, VOCAB).unused) == {"messages.weight": 1}
+
+
+ONLY_TWO = CHATML.replace(
+    "{% for message in messages %}", "{% for message in messages if message.role in ('user', 'assistant') %}"
+)
+LATE = CHATML.replace(
+    "{% for message in messages %}", "{% for message in messages if message.role != 'system' or message == messages[0] %}"
+)
+DEFAULT = SYSTEM.replace("You are of help.", "Be brief.")
+
+
+def test_a_message_that_the_template_does_not_show_is_lost_and_the_row_left_out(tmp_path: Path) -> None:
+    """The conversation that would be learnt is not the one that was given."""
+    rows = [
+        {"id": "tool", "messages": [user("Hi?"), assistant("Let me see."), TOOL, assistant("Yes.")]},
+        {"id": "system", "messages": [system("Be brief."), user("Hi?"), assistant("Yes.")]},
+        {"id": "critic", "messages": [user("Hi?"), {"role": "critic", "content": "Bad."}, assistant("Yes.")]},
+        {"id": "after", "messages": [user("Hi?"), assistant("Yes."), TOOL]},
+        {"id": "empty", "messages": [system(" "), user("Hi?"), assistant("Yes.")]},
+    ]
+    loaded = load(write(tmp_path / "a.jsonl", rows), byte_tokenizer(ONLY_TWO), VOCAB)
+    assert [sample.id for sample in loaded.samples] == ["after", "empty"]
+    reason = "a message of role {!r} that the chat template does not show"
+    assert dict(loaded.skipped) == {reason.format(role): 1 for role in ("tool", "system", "critic")}
+    with pytest.raises(ValueError, match="'system' that the chat template does not show"):
+        render(rows[1]["messages"], byte_tokenizer(ONLY_TWO))
+    late = [{"id": "late", "messages": [user("Hi?"), system("Be brief."), assistant("Yes.")]}, rows[1]]
+    loaded = load(write(tmp_path / "b.jsonl", late), byte_tokenizer(LATE), VOCAB)
+    assert [sample.id for sample in loaded.samples] == ["system"]
+    loaded = load(tmp_path / "a.jsonl", byte_tokenizer(CHATML), VOCAB)
+    assert not loaded.skipped, "a role that it does not know is shown like any other"
+    loaded = load(tmp_path / "b.jsonl", byte_tokenizer(DEFAULT), VOCAB)
+    assert not loaded.skipped, "the system message that it has by itself is not lost when it is given"
+    valued = CHATML.replace("message['content'] }}", "message['content'] if message['content'] != 'Hi?' else '' }}")
+    with pytest.raises(ValueError, match="'user' that the chat template does not show"):
+        render(rows[1]["messages"], byte_tokenizer(valued))
+
+
+def test_no_field_of_a_row_is_dropped_unseen(chatml: Any, tmp_path: Path) -> None:
+    named = byte_tokenizer(CHATML.replace("{{ message['role'] }}", "{{ message['role'] }} {{ message.name }}"))
+    rows = [
+        {"id": "a", "source": "web", "messages": [{**user("a"), "name": "Ann"}, {**assistant("b"), "refusal": "no"}]},
+        {"id": "b", "source": "web", "score": 3, "category": "chat", "conversations": CASES["one"], "messages": CASES["one"]},
+        {"id": "c", "messages": CASES["one"], "tools": [SCHEMA], "score": 0},
+        {"id": "d", "text": "plain", "url": "x"},
+        {"id": "e", "input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "messages": CASES["one"], "labels": [1, 2, 3]},
+        {"id": "f", "messages": [user("a"), {**assistant("b"), "reasoning_content": "hm"}], "empty": [], "null": None},
+    ]
+    path = write(tmp_path / "a.jsonl", rows)
+    loaded = load(path, chatml, VOCAB)
+    assert not loaded.skipped
+    fields = {"source": 2, "score": 2, "conversations": 1, "tools": 1, "url": 1, "labels": 1}
+    messages = {"messages.name": 1, "messages.refusal": 1, "messages.reasoning_content": 1}
+    assert dict(loaded.unused) == fields | messages
+    (note,) = loaded.notes
+    assert note.startswith("fields that are not used: ")
+    for field, count in loaded.unused.items():
+        assert f"{field} ({count} rows)" in note
+    assert "messages.name" not in load(path, named, VOCAB).unused, "a template that shows it uses it"
+    shown = [user("a"), calling("Let me see.")]
+    loaded = load(write(tmp_path / "b.jsonl", [{"messages": shown}]), byte_tokenizer(INSTEAD), VOCAB)
+    assert dict(loaded.unused) == {"messages.content beside tool_calls": 1}
+    loaded = load(write(tmp_path / "c.jsonl", [*ROWS, "{", {**ROWS[0], "id": "z", "x": 1}]), chatml, VOCAB)
+    assert loaded.notes == ["1 rows were left out: 1 not a JSON object (first: line 6)", "fields that are not used: x (1 rows)"]
+
+
+# ------------------------------------------------------------------------------- borders, thinking blocks
+
+TAGS = (
+    "{% for m in messages %}[{{ m.role | upper }}]{{ m.content }}[/{{ m.role | upper }}]{% endfor %}"
+    "{% if add_generation_prompt %}[ASSISTANT]{% endif %}"
+)
+
+
+def test_of_an_earlier_answer_the_tokens_wholly_inside_are_supervised() -> None:
+    """Tags in plain text join what they enclose; the last answer is as the target generates it."""
+    messages = [user("Hi?"), assistant("Hello!"), user("More?"), assistant("Well!"), user("And?"), assistant("Enough!")]
+    for merges, first, second in (
+        ((), "Hello!", "Well!"),
+        ((("!", "["),), "Hello", "Well"),  # behind
+        ((("]", "H"),), "ello!", "Well!"),  # in front
+        ((("!", "["), ("]", "H"), ("]", "W")), "ello", "ell"),
+    ):
+        tokenizer = byte_tokenizer(TAGS, merges=merges)
+        rendered = render(messages, tokenizer)
+        assert supervised(tokenizer, rendered) == [first, second, "Enough!"], merges
+        assert rendered.num_merged == (first != "Hello!") + (second != "Well!")
+        prompt = ids_of(tokenizer, messages[:-1])
+        assert rendered.token_ids[: len(prompt)] == prompt
+    nothing = byte_tokenizer(TAGS, merges=(("]", "!"),))
+    assert supervised(nothing, render([user("a"), assistant("!"), user("b"), assistant("c")], nothing)) == ["c"]
+
+
+def test_earlier_answers_with_a_token_across_their_border_are_counted(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(TAGS, merges=(("!", "["),))
+    rows = [{"id": i, "messages": [user("a"), assistant("b!"), user("c"), assistant("d")]} for i in range(3)]
+    loaded = load(write(tmp_path / "a.jsonl", rows), tokenizer, VOCAB)
+    assert loaded.num_merged == 3
+    (note,) = loaded.notes
+    assert note.startswith("3 earlier answers have a token that reaches over their border")
+
+
+OPEN = (  # the prompt opens a block; an answer's own is taken away
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+EMPTY = (  # the prompt opens a block; an answer without one has an empty one
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n{% else %}<think></think>{% endif %}{% endif %}{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+CLOSED = OPEN.replace("<|assistant|><think>\n{% endif %}", "<|assistant|><think>\n</think>\n{% endif %}")
+
+
+@pytest.mark.parametrize("template", ["open", "empty", "closed"])
+def test_a_prompt_with_a_thinking_block_makes_a_sample_of_each_answer(template: str, tmp_path: Path) -> None:
+    text = {"open": OPEN, "empty": EMPTY, "closed": CLOSED}[template]
+    end = "<|im_end|>" if template == "empty" else "</s>"
+    tokenizer = byte_tokenizer(text, end, more=MORE)
+    rows = [{"id": "one", "messages": CASES["one"]}, {"id": "two", "messages": CASES["two"]}]
+    loaded = load(write(tmp_path / "a.jsonl", rows), tokenizer, VOCAB)
+    assert not loaded.skipped
+    answers = ["It is 42.", "Good day.", "Red, and\n\nblue: ünï ☃."]
+    assert texts(tokenizer, loaded) == dict(zip(["one", "two/1", "two/2"], [a + end for a in answers], strict=True))
+    befores = [CASES["one"][:1], CASES["two"][:1], CASES["two"][:3]]
+    for sample, before in zip(loaded.samples, befores, strict=True):
+        own = {
+            "open": ids_of(tokenizer, before)[:-2],  # no block: the target would not have written one
+            "empty": [*ids_of(tokenizer, before)[:-1], tokenizer.convert_tokens_to_ids("</think>")],
+            "closed": ids_of(tokenizer, before),
+        }[template]
+        first = int(np.flatnonzero(sample.mask_n)[0])
+        assert sample.token_n[:first].tolist() == own
+        assert sample.mask_n[first:].all()
+    with pytest.raises(UnstableTemplate, match="otherwise than its generation prompt"):
+        render(CASES["two"], tokenizer)
+    assert render(CASES["one"], tokenizer).token_ids == loaded.samples[0].token_n.tolist()
+
+
+def test_thoughts_that_the_prompt_opened_are_supervised(tmp_path: Path) -> None:
+    """With the sign that opens them in the content, without it, or in a field of their own; not if the prompt closed them."""
+    open_, empty = byte_tokenizer(OPEN, more=MORE), byte_tokenizer(EMPTY, "<|im_end|>", more=MORE)
+    before = [user("Six sevens?")]
+    for content in ("<think>\nsix, seven\n</think>\n\n42", "six, seven\n</think>\n\n42"):
+        rendered = render([*before, assistant(content)], open_)
+        assert supervised(open_, rendered) == ["six, seven\n</think>\n\n42</s>"], content
+        assert rendered.token_ids[: spans(rendered)[0][0]] == ids_of(open_, before)
+    rendered = render([*before, {**assistant("42"), "reasoning_content": "six, seven"}], empty)
+    assert supervised(empty, rendered) == ["six, seven\n</think>\n42<|im_end|>"]
+    assert rendered.token_ids[: spans(rendered)[0][0]] == ids_of(empty, before)
+    two = [
+        *before,
+        assistant("<think>\nsix, seven\n</think>\n\n42"),
+        user("Sure?"),
+        assistant("<think>\nyes\n</think>\n\nYes."),
+    ]
+    loaded = load(write(tmp_path / "a.jsonl", [{"id": "a", "messages": two}]), open_, VOCAB)
+    assert texts(open_, loaded) == {"a/1": "six, seven\n</think>\n\n42</s>", "a/2": "yes\n</think>\n\nYes.</s>"}
+    closed = byte_tokenizer(CLOSED, more=MORE)
+    with pytest.raises(UnstableTemplate, match="otherwise than its generation prompt"):
+        render(two[:2], closed)
+    unasked = byte_tokenizer(OPEN.replace("<think>\n{% endif %}", "{% endif %}"), more=MORE)
+    rendered = render(two[:2], unasked)
+    assert supervised(unasked, rendered) == ["<think>\nsix, seven\n</think>\n\n42</s>"], "what the template takes away"
+
+
+def test_a_call_after_a_prompt_that_opens_a_block(tmp_path: Path) -> None:
+    ask = "<|im_start|>assistant\n<think>\n{% endif %}"
+    tokenizer = byte_tokenizer(AFTER.replace("<|im_start|>assistant\n{% endif %}", ask), "<|im_end|>", more=MORE)
+    row = {"id": "a", "messages": [user("Warm?"), calling(None), TOOL, assistant("Yes.")]}
+    loaded = load(write(tmp_path / "a.jsonl", [row]), tokenizer, VOCAB)
+    call = f'<tool>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool><|im_end|>'
+    assert texts(tokenizer, loaded) == {"a/1": call, "a/2": "Yes.<|im_end|>"}
+
+
+def test_no_length_is_refused_and_not_taken_for_any(tmp_path: Path) -> None:
+    target: Any = SimpleNamespace(tokenizer=byte_tokenizer(CHATML), vocab_size=VOCAB, max_model_len=100, eos_token_ids=[257])
+    given = {"path": str(write(tmp_path / "a.jsonl", ROWS)), "limit": None, "split": "train", "template_kwargs": None}
+    for length in (0, -1, 2):
+        with pytest.raises(ValueError, match=rf"data\.max_length={length}: at least 3 tokens"):
+            data.load_group(given | {"supervise": "generated", "max_length": length}, target)
+    assert len(data.load_group(given | {"supervise": "generated", "max_length": None}, target).samples) == len(ROWS)
+
+
+def test_the_frame_of_a_user_turn_that_is_not_there_is_refused() -> None:
+    refusing = byte_tokenizer(CHATML.replace("{% for", "{{ raise_exception('no') }}{% for", 1))
+    with pytest.raises(ValueError, match=r"refuses the messages \(.*no\)"):
+        data.user_frame(refusing)
+    blind = byte_tokenizer(CHATML.replace("{{ message['content'] }}", ""))
+    with pytest.raises(ValueError, match="'user' that the chat template does not show"):
+        data.user_frame(blind)
 
 
 # --------------------------------------------------------------------------------- what training makes of it

@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -405,6 +406,26 @@ class Reckless(OwnLaw):
         draft = super().propose(context)
         draft.length_B.fill_(self.num_speculative_tokens)
         return draft
+
+
+class Waiting(OwnLaw):
+    """Waits, as for another process, and then computes."""
+
+    def propose(self, context: Context) -> Draft:
+        time.sleep(0.02)
+        return super().propose(context)
+
+
+def test_cpu_time_is_recorded_beside_wall_time() -> None:
+    drafting = method.build("custom_class", TABLE, model=f"{__name__}.Waiting", num_speculative_tokens=2)
+    for request in run(TABLE, drafting, "standard", [make(p, i, max_tokens=6) for i, p in enumerate(prompts(3))]):
+        own = request.stats
+        assert len(own.cpu_s) == len(own.draft_s) > 0
+        assert own.prefill_cpu_s > 0
+        for draft_s, verify_s, cpu_s, drafted in zip(own.draft_s, own.verify_s, own.cpu_s, own.drafted, strict=True):
+            assert cpu_s > 0
+            if drafted:
+                assert cpu_s < draft_s + verify_s - 0.015
 
 
 @pytest.mark.parametrize("name", ["standard", "block"])

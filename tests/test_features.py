@@ -137,7 +137,7 @@ def adding() -> CausalLM:
     """What enters layer 0 is the embedding; layer i adds 2 to the i."""
     model = CausalLM("tiny-llama", "float32", "cpu")
     decoder = model.model.get_decoder()
-    decoder.layers = torch.nn.ModuleList([Add(i) for i in range(model.num_layers)])
+    model.contract.layers = decoder.layers = torch.nn.ModuleList([Add(i) for i in range(model.num_layers)])
     return model
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from specdec import LLM, SamplingParams, hub
 from specdec.llm import RequestOutput, SpeculativeConfig
 from specdec.method.eagle3 import Architecture
-from specdec.stats import SpecDecodeMetrics
+from specdec.stats import Counter, SpecDecodeMetrics, Vector
 from specdec.target import CausalLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -278,6 +278,54 @@ def test_metrics_where_nothing_was_drafted(ngram: LLM) -> None:
     got = answer.spec_decode_metrics
     assert got.acceptance_histogram == [0, 0, 0, 0]
     assert (got.num_spec_steps, got.mean_acceptance_length, got.draft_acceptance_rate) == (0, 1.0, 0.0)
+
+
+def test_counters_have_vllms_names_and_sum_over_requests() -> None:
+    """Of the requests that have finished, in all calls; labels as in vLLM."""
+    llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=SELF)
+
+    def read() -> dict[tuple[str, str | None], Any]:
+        found = {}
+        for metric in llm.get_metrics():
+            assert metric.labels["model_name"] == "tiny"
+            assert metric.labels["engine"] == "0"
+            assert isinstance(metric, Counter | Vector)
+            value = metric.value if isinstance(metric, Counter) else metric.values
+            found[metric.name, metric.labels.get("finished_reason")] = value
+        return found
+
+    assert read() == {
+        ("vllm:prompt_tokens", None): 0,
+        ("vllm:generation_tokens", None): 0,
+        ("vllm:request_success", "stop"): 0,
+        ("vllm:request_success", "length"): 0,
+        ("vllm:spec_decode_num_drafts", None): 0,
+        ("vllm:spec_decode_num_draft_tokens", None): 0,
+        ("vllm:spec_decode_num_accepted_tokens", None): 0,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", None): [0, 0, 0],
+    }
+    # as above: one token from prefill, steps of 3 + 1, and a last draft of 2; then a stop at the fourth token
+    first = generate(llm, "x", SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    stop = first[0].outputs[0].token_ids[3]
+    second = generate(llm, "x", SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, stop_token_ids=[stop]))
+    emitted = len(second[0].outputs[0].token_ids) - 1
+    assert 1 <= emitted <= 3
+    assert read() == {
+        ("vllm:prompt_tokens", None): 2 * len(first[0].prompt_token_ids),
+        ("vllm:generation_tokens", None): 16 + 1 + emitted,
+        ("vllm:request_success", "stop"): 1,
+        ("vllm:request_success", "length"): 1,
+        ("vllm:spec_decode_num_drafts", None): 4 + 1,
+        ("vllm:spec_decode_num_draft_tokens", None): 11 + 3,
+        ("vllm:spec_decode_num_accepted_tokens", None): 11 + emitted,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", None): [4 + 1, 4 + (emitted > 1), 3 + (emitted > 2)],
+    }
+
+
+def test_counters_without_speculation(plain: LLM) -> None:
+    assert {metric.name for metric in plain.get_metrics()} == {
+        "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success",
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------- mistakes in a request

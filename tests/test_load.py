@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -284,7 +285,7 @@ class Slow:
         assert self.steps is not None
         time.sleep(self.step_s)
         one = np.ones(1, dtype=np.int64)
-        self.steps.append(Step(2 * one, one, one, 2 * one, 0.001, 0.002, time.perf_counter()))
+        self.steps.append(Step(2 * one, one, one, 2 * one, 0.001, 0.002, 0.003, time.perf_counter()))
         self.running[0][1] += 1
         if self.running[0][1] == self.num_steps:
             return [self.running.pop()[0]]
@@ -354,7 +355,7 @@ def test_warming_up_leaves_nothing_behind(target: CausalLM) -> None:
     load.warm_up(engine)
     assert engine.num_running == 0
     assert not engine.waiting
-    assert not proposer._finished, "no responses that a request could be drafted from"
+    assert not proposer._cached, "no responses that a request could be drafted from"
 
 
 def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,8 +644,28 @@ def test_choosing(tmp_path: Path, cli: Cli) -> None:
     lines = [line for line in done.out.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + 4, "a table for a README"
     assert len({line.count("|") for line in lines}) == 1
-    assert "fastest at the low rate: " in done.out
+    assert list(summary["fastest"]) == ["low", "high"]
+    for line in summary["fastest"].values():
+        assert line in " ".join(done.out.split())
+        assert not re.search("fastest at the .* rate: none", line)
+    low, high = summary["runs"]["own"]["gain_high_interval"]
+    assert low <= high
+    assert set(summary["runs"]["own"]["gain_cpu"]) == set(summary["levels"])
     assert "already holds a run" in cli("choose", *TINY, f"task.path={path}", *few, f"out_dir={out_dir}").error
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"), [(4, "no run is faster than none beyond the noise"), (1, "2 requests are too few")]
+)
+def test_who_drafted_nothing_is_not_the_fastest(rounds: int, words: str, tmp_path: Path, cli: Cli) -> None:
+    """An n-gram that never matches does what plain decoding does, and differs from it by the noise alone."""
+    path, never = short_tasks(tmp_path / "tasks.jsonl", 2), "{method: ngram, prompt_lookup_min: 200, prompt_lookup_max: 200}"
+    few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", f"rounds={rounds}")
+    done = cli("choose", *TINY, f"task.path={path}", *few, f"runs={{never: {never}}}", f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "run" / "choose.json").read_text())
+    assert summary["runs"]["never"]["at"]["one"]["num_draft_tokens"] == 0
+    assert all(words in line for line in summary["fastest"].values()), summary["fastest"]
 
 
 def test_outputs_that_differ_are_said(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

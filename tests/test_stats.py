@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from specdec import stats
+from specdec import cost, report, stats
 from specdec.core import RequestStats
+from specdec.engine import Clock
+from specdec.target import CausalLM
 
 VECTORS = Path(__file__).parent / "vectors" / "verification.json"
 SPEEDUP_CASES = json.loads(VECTORS.read_text())["speedup_cases"]
@@ -256,3 +259,116 @@ def test_a_step_time_shared_by_rows_is_not_divided_in_the_prediction() -> None:
     """v and the plain step are of the whole batch, so the draft time of a step is too."""
     own = [request([2], [2], draft_s=0.2, batch_size=2) for _ in range(2)]
     assert stats.predicted_speedup(own, lambda n: 1.0, step_s=1.0) == pytest.approx(3 / 1.2)
+
+
+def test_the_model_at_batch_size_two_takes_draft_and_plain_step_from_whole_steps() -> None:
+    """Plain steps of 2 rows take 1 s, a draft 0.2 s, and three tokens come of each step: 3 / 1.2 whatever the batch size."""
+    own = {str(i): request([2], [2], draft_s=0.2, verify_s=1.0, batch_size=2) for i in range(2)}
+    plain = {str(i): request([0] * 3, [0] * 3, draft_s=0.0, verify_s=1.0, batch_size=2) for i in range(2)}
+    overall = report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
+    assert overall["speedup_model"] == pytest.approx(3 / 1.2)
+    assert overall["speedup"] == pytest.approx(3 / 1.2)
+    assert overall["efficiency"] == pytest.approx(1.0)
+
+
+# ----------------------------------------------------------------------------------------- times on a busy machine
+
+
+def timed(tokens: int, wall_s: float, cpu_s: float, drafted: int = 0) -> RequestStats:
+    """A request of one step."""
+    own = RequestStats()
+    own.add(drafted, tokens - 1, tokens, 0.0, wall_s, 1, cpu_s=cpu_s)
+    return own
+
+
+def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
+    plain = [timed(1, 2.0, 1.0) for _ in range(8)]
+    own = [timed(2, 1.0, 1.0) for _ in range(8)]
+    assert stats.speedup(own, plain) == {"ratio": 4.0, "low": 4.0, "high": 4.0, "cpu_ratio": 2.0}
+    few = stats.speedup(own[:7], plain[:7])
+    assert few is not None
+    assert few["ratio"] == 4.0
+    assert few["low"] is few["high"] is None, "seven requests are too few for an interval"
+    mixed = stats.speedup([timed(2, 1.0, 1.0), timed(1, 2.0, 2.0)] * 8, [timed(1, 1.0, 1.0)] * 16)
+    assert mixed is not None
+    assert mixed["ratio"] == 1.0
+    assert mixed["low"] is not None
+    assert mixed["high"] is not None
+    assert mixed["low"] < 0.9 < 1.15 < mixed["high"]
+    assert stats.speedup([], []) is None
+    assert stats.speedup([RequestStats()], [RequestStats()]) is None
+
+
+def test_a_ratio_of_rates_is_of_paired_requests() -> None:
+    """Requests of very different length: the pairs agree, so there is no doubt about the ratio."""
+    amount, seconds = np.array([1.0, 10.0, 100.0] * 4), np.array([1.0, 10.0, 100.0] * 4)
+    got = stats.ratio_of_rates(amount, seconds, amount, seconds / 2)
+    assert got["ratio"] == pytest.approx(2.0)
+    assert (got["low"], got["high"]) == pytest.approx((2.0, 2.0))
+
+
+def test_what_says_that_the_machine_was_busy() -> None:
+    calm = {"ngram": 1.02, "none": 1.01}
+    assert stats.busy_reasons({"all": (1.2, 1.24)}, calm) == []
+    assert stats.busy_reasons({"all": (None, None)}, {"ngram": None}) == []
+    assert stats.busy_reasons({"all": (6.4, 1.24)}, calm) == ["speedup 6.40 of all is above the ideal 1.24"]
+    assert stats.busy_reasons({}, {"ngram": 1.3, "none": 1.3}) == ["wall / CPU time is 1.30 of ngram, 1.30 of none"]
+    # two threads: CPU time is more than wall time, and one side waited for the machine
+    assert stats.busy_reasons({}, {"ngram": 0.55, "none": 0.8})
+    assert not stats.busy_reasons({}, {"ngram": 0.55, "none": 0.6})
+
+
+def test_a_busy_run_says_so_and_shows_the_ratio_by_cpu_time() -> None:
+    """As reported: a plain pass that another process held up, and a category with a speedup no drafter can have."""
+    own = {str(i): timed(2, 1.0, 1.0, drafted=2) for i in range(9)}
+    plain = {str(i): timed(1, 3.2 if i < 3 else 0.55, 0.5) for i in range(9)}
+    summary = report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
+    assert summary["categories"]["chat"]["speedup"] == pytest.approx(6.4)
+    reasons = report.busy_reasons(summary, "ngram", True)
+    assert any(reason.startswith("speedup 6.40 of chat is above the ideal 2.00") for reason in reasons)
+    assert any(reason.startswith("wall / CPU time is 1.00 of ngram, 2.87 of none") for reason in reasons)
+    assert report.busy_note(reasons, summary["overall"]["speedup_cpu"]).endswith("by CPU time the speedup is 1.00")
+    assert not any("CPU" in reason for reason in report.busy_reasons(summary, "ngram", False))
+    grid = report.table(summary | {"busy": reasons}, "title")
+    assert [column.header for column in grid.columns].count("by CPU time") == 1
+    assert not [column for column in report.table(summary | {"busy": []}, "title").columns if column.header == "by CPU time"]
+
+
+def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a forward of more tokens may be measured to take less time; it is held to take no less."""
+    target = CausalLM("tiny-llama", "float32", "cpu")
+    forward, lengths = target.forward, []
+
+    class Falling(Clock):
+        def seconds(self) -> list[float]:
+            return [1.0 / lengths[-1]]
+
+    def counted(cache: Any, tokens: Any, start_B: np.ndarray, length_B: np.ndarray) -> Any:
+        lengths.append(int(length_B[0]))
+        return forward(cache, tokens, start_B, length_B)
+
+    monkeypatch.setattr(cost, "Clock", Falling)
+    monkeypatch.setattr(target, "forward", counted)
+    verify_s = cost.verify_seconds(target, 1, 4, context=8, repeats=1)
+    assert [verify_s(n) for n in (1, 2, 3, 4)] == sorted(verify_s(n) for n in (1, 2, 3, 4))
+    own = request([3] * 4, [0, 1, 3, 3], draft_s=0.0)
+    model = stats.predicted_speedup([own], lambda n: verify_s(n) / verify_s(1), step_s=1.0)
+    assert model is not None
+    assert model <= stats.request_metrics(own)["tokens_per_step"]
+
+
+def test_nobody_is_fastest_inside_the_noise() -> None:
+    ones = [1.0] * 16
+    plain = ones
+    seconds = {
+        "none": plain,
+        "noisy": [0.4, 1.5] * 8,  # faster in the mean, and by as much slower as faster
+        "clear": [0.5, 0.52] * 8,
+        "close": [0.49, 0.54] * 8,
+    }
+    amounts = dict.fromkeys(seconds, ones)
+    assert stats.fastest(seconds, amounts, "none", ["noisy"]) == (None, [])
+    assert stats.fastest(seconds, amounts, "none", ["noisy", "clear", "close"]) == ("clear", ["close"])
+    assert stats.fastest(seconds, amounts, "none", []) == (None, []), "who drafted nothing is no candidate"
+    few = {name: values[:7] for name, values in seconds.items()}
+    assert stats.fastest(few, dict.fromkeys(few, ones[:7]), "none", ["clear"]) == (None, [])

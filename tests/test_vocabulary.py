@@ -296,7 +296,7 @@ def test_the_vector_of_verification_json() -> None:
     found = shared(model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e")))
     num, u = 200_000, torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits_BI = found.kept(torch.tensor(q).log().expand(num, -1))
-    token_B, q_BV = found.said(*sampling.draw(logits_BI, torch.ones(num), u))
+    token_B, q_BV = found.said(*sampling.draw(logits_BI, torch.ones(num), u)[:2])
     assert q_BV is not None
     assert q_BV[0].numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=1e-7)
     law_V = torch.bincount(token_B, minlength=4) / num

@@ -34,11 +34,6 @@ with script.one_line():
 
 def target_of(args: argparse.Namespace) -> CausalLM:
     """A random target of the shape asked for, with as many layers as EAGLE-3 needs."""
-    with tempfile.TemporaryDirectory() as scratch:  # the weights are drawn at load, and nothing is read later
-        return random_target(args, Path(scratch))
-
-
-def random_target(args: argparse.Namespace, directory: Path) -> CausalLM:
     heads = max(args.width // 64, 1)
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": args.vocab, "hidden_size": args.width,
@@ -46,9 +41,11 @@ def random_target(args: argparse.Namespace, directory: Path) -> CausalLM:
         "num_key_value_heads": heads // 3 if heads % 3 == 0 else heads, "tie_word_embeddings": True,
         "max_position_embeddings": 8192,
     }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "random.json").write_text("{}")
-    return CausalLM(directory, "bfloat16", "cpu")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "random.json").write_text("{}")
+        return CausalLM(directory, "bfloat16", "cpu")
 
 
 def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -61,7 +58,8 @@ def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     ids = data.draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
     drafter = Eagle3(target, Eagle3.fresh(target, {}, Init(), ids), 1)
     batch = features.Online(target, drafter.hidden_layers)([sample])
-    drafter.for_training(Objective(ttt_steps=args.steps), Init(), batch.hidden(drafter.hidden_layers))
+    objective = Objective(ttt_steps=args.steps, mask_outside_vocab=False)  # every supervised row, as the direct one has it
+    drafter.for_training(objective, Init(), batch.hidden(drafter.hidden_layers))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-4)
     return drafter, optimizer, batch
 
@@ -83,12 +81,12 @@ def direct(drafter: Any, batch: Any) -> Tensor:
     loss = torch.zeros(())
     for k in range(drafter.objective.ttt_steps):
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k) -> Tensor:
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, k: int = k) -> Tensor:
             keys.append(key)
             values.append(value)
             group = query.shape[1] // key.shape[1]
             whole, content = (torch.cat(x).repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
-            scores = query.transpose(0, 1) @ whole.transpose(1, 2) * drafter.attention.width**-0.5
+            scores = query.transpose(0, 1) @ whole.transpose(1, 2) * scaling
             weight = (scores.float() + torch.cat([causal, *[own] * k], 1)).softmax(-1).to(content.dtype)
             return (weight @ content).transpose(0, 1)
 

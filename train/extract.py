@@ -36,8 +36,8 @@ def run(cfg: dict[str, Any]) -> None:
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
     loaded = data.load_group(cfg["data"], target)
-    if loaded.skipped:
-        report.show(f"note: {loaded.skipped.total()} rows were left out: {loaded.said}")
+    for note in loaded.notes:
+        report.show(f"note: {note}")
     layers = cfg["layer_ids"] if cfg["layer_ids"] is not None else Architecture().layers(target.num_layers)
     source = features.Online(target, layers)
     tokens = sum(len(sample.token_n) for sample in loaded.samples)

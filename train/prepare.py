@@ -5,13 +5,16 @@
     python train/prepare.py prompts=prompts.jsonl out=data.jsonl resume=true
 
 The first line of `out` is a header that says how it was made; then one line per conversation: messages, input_ids and loss_mask
-(1 where the target generated the token). Answers of the prompt set are dropped and made anew, turn by turn.
+(1 where the target generated the token). Answers of the prompt set are dropped and made anew, turn by turn; its `tools` reach
+the chat template, and what a call of one gave cannot be made anew, so that such a row is left out.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 from collections import Counter
@@ -56,7 +59,7 @@ def run(cfg: dict[str, Any]) -> None:
         min(cfg["max_model_len"], target.max_model_len),
     )  # fmt: skip
     prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out)
-    chosen = [task for task in conversations(prompts, cfg["limit"]) if fits(engine, task)]
+    chosen = [task for task in conversations(prompts, cfg["limit"], target.tokenizer) if fits(engine, task)]
     if not chosen:
         raise ValueError(f"prompts={prompts}: no prompt leaves room for an answer within max_model_len={engine.max_model_len}")
 
@@ -65,7 +68,7 @@ def run(cfg: dict[str, Any]) -> None:
         "target": target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
         "revision": model["revision"],
-        "chat_template_sha256": hashlib.sha256((target.tokenizer.chat_template or "").encode()).hexdigest(),
+        "chat_template_sha256": hashlib.sha256(template_text(target.tokenizer.chat_template).encode()).hexdigest(),
         "prompts": {"file": prompts.name, "fingerprint": tasks.fingerprint(chosen), "count": len(chosen)},
         "synthesize": None if cfg["prompts"] else cfg["synthesize"],
         "answers": answers,
@@ -116,13 +119,18 @@ def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
     return rows
 
 
+def template_text(template: Any) -> str:
+    """A chat template, or several by name, as text."""
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""
+
+
 def fits(engine: Any, task: Any) -> bool:
     """Whether the first turn leaves room for an answer; if not, says so."""
     from specdec import tasks
     from specdec.core import Request, SamplingParams
 
-    ids = tasks.prompt_ids(engine.target.tokenizer, [task.turns[0]], [], task.system)
     try:
+        ids = tasks.prompt_ids(engine.target.tokenizer, [task.turns[0]], [], task.system, task.tools)
         engine.check(Request(task.id, ids, SamplingParams()))
     except ValueError as error:
         print(f"note: left out: {error}", file=sys.stderr)
@@ -131,7 +139,8 @@ def fits(engine: Any, task: Any) -> bool:
 
 
 def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
-    """A conversation as the last request saw it. An earlier answer is supervised if its tokens stand in there as generated."""
+    """A conversation as the last request saw it. Of an earlier answer, the tokens are supervised that stand in there as they
+    were generated, up to the first that does not."""
     last = requests[-1]
     input_ids = [*last.prompt_token_ids, *last.output_token_ids]
     loss_mask = [0] * len(input_ids)
@@ -140,9 +149,10 @@ def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
         text = tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
         whole = [*request.prompt_token_ids, *request.output_token_ids]
-        if input_ids[: len(whole)] == whole:
-            loss_mask[len(request.prompt_token_ids) : len(whole)] = [1] * len(request.output_token_ids)
-    return {
+        alike = next((i for i, (a, b) in enumerate(zip(input_ids, whole, strict=False)) if a != b), len(whole))
+        first = len(request.prompt_token_ids)
+        loss_mask[first:alike] = [1] * (alike - first)
+    row = {
         "id": task.id,
         "category": task.category,
         "messages": messages,
@@ -151,47 +161,39 @@ def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
         "temperature": last.params.temperature,
         "finish_reason": last.finish_reason,
     }
+    return row | ({"tools": json.loads(task.tools)} if task.tools else {})
 
 
-def conversations(path: Path, limit: int | None) -> list[Any]:
-    """The user turns of a prompt set, and a system message in front of them."""
+def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
+    """The user turns of a prompt set, a system message in front of them, and the tools that may be called."""
     from specdec import tasks
     from specdec.training import data
 
     if not path.is_file():
         raise ValueError(f"prompts={path}: no such file")
-    chosen, left_out, taken = [], Counter[str](), Counter[str]()
+    chosen, left_out, taken, unused = [], Counter[str](), Counter[str](), Counter[str]()
     for where, row in data.rows(path, "train"):
         if isinstance(row, dict) and (row.get("turns") == [] or set(row) == {"header"}):
             continue  # a made-up turn that was not kept, or how they were made
-        system = None
         try:
-            turns = row["turns"] if isinstance(row, dict) and "turns" in row else None
-            if turns is None:
-                messages = data.messages_of(row)
-                if messages and messages[0]["role"] == "system":
-                    system = messages[0]["content"]
-                for message in messages[bool(system) :]:
-                    if message["role"] not in ("user", "assistant"):
-                        raise ValueError(f"a message of role {message['role']!r} between the turns, which would be lost")
-                turns = [message["content"] for message in messages if message["role"] == "user"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-                raise ValueError("turns are not a list of texts")
-            "".join([*turns, system or ""]).encode()
-        except UnicodeEncodeError:
-            left_out["half of a surrogate pair, which is no text"] += 1
-            continue
+            given = data.prompts_of(row, tokenizer)
         except ValueError as error:
             left_out[str(error)] += 1
             continue
+        unused.update(sorted(given.unused))
         base = name = str(row.get("id", where))
         while name in taken:  # an id names requests and rows, so it must be the only one
             taken[base] += 1
             name = f"{base}#{taken[base]}"
         taken[name] += 1
-        chosen.append(tasks.Task(name, str(row.get("category", "all")), tuple(turns), system))
+        turns = tuple(message["content"] for message in given.messages if message["role"] == "user")
+        system = given.messages[0]["content"] if given.messages[0]["role"] == "system" else None
+        tools = json.dumps(given.tools) if given.tools else None
+        chosen.append(tasks.Task(name, str(row.get("category", "all")), turns, system, tools))
     if left_out:
         print(f"note: {sum(left_out.values())} rows of {path} were left out: {dict(left_out)}")
+    if unused:
+        print(f"note: {data.unused_note(unused)}")
     if not chosen:
         raise ValueError(f"prompts={path}: no row with user turns")
     return chosen[:limit]
@@ -205,6 +207,36 @@ def invented(cfg: dict[str, Any], **more: Any) -> Any:
     return SamplingParams(**{key: given[key] for key in ("temperature", "top_p", "top_k", "max_tokens")}, **more)
 
 
+MAX_WEIGHT = 1_000_000
+
+
+def openings_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of openings: text, category, weight (1 if it is not given), perhaps ends."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"synthesize.openings={path}: cannot be read ({error.__class__.__name__}); give JSON lines") from None
+    openings = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"synthesize.openings={path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        texts = [row.get("text"), row.get("category"), row.get("ends", "")] if isinstance(row, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: needs text and category, and perhaps ends, each a text")
+        weight = row.get("weight", 1)
+        if type(weight) is not int or not 0 <= weight <= MAX_WEIGHT:
+            raise ValueError(f"{where}: weight={weight!r} is not a whole number from 0 to {MAX_WEIGHT}")
+        openings.append({**row, "weight": weight})
+    if not sum(opening["weight"] for opening in openings):
+        raise ValueError(f"synthesize.openings={path}: no line has a weight above 0")
+    return openings
+
+
 def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
     from specdec import report
@@ -214,8 +246,8 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer
     path = out.with_name(f"{out.name}.prompts.jsonl")
-    openings = [json.loads(line) for line in Path(given["openings"] or OPENINGS).read_text().splitlines() if line.strip()]
-    deal = [opening for opening in openings for _ in range(opening.get("weight", 1))]
+    openings = openings_of(Path(given["openings"] or OPENINGS))
+    shares = list(itertools.accumulate(opening["weight"] for opening in openings))
     prefix, closing = data.user_frame(tokenizer)
     params = invented(cfg, stop_token_ids=closing)
     how = {"target": engine.target.name, "synthesize": {**given, "count": None}, "seed": cfg["seed"]}
@@ -233,7 +265,7 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path) -> Path:
             requests = []
             for i in range(number, number + size):
                 # a low-discrepancy walk, so that any stretch of numbers has the openings in their shares
-                opening = deal[int(i * 0.6180339887498949 % 1 * len(deal))]
+                opening = openings[bisect.bisect_right(shares, int(i * 0.6180339887498949 % 1 * shares[-1]))]
                 ids = tokenizer(prefix + opening["text"], add_special_tokens=False)["input_ids"]
                 requests.append(Request(str(i), ids, params, derived_seed(cfg["seed"], i), json.dumps(opening)))
             for request in sorted(engine.run(requests), key=lambda request: int(request.id)):

@@ -24,6 +24,7 @@ from typing import Any
 from specdec import lock, script
 
 FORMATS = ("vllm", "sglang", "speculators", "native")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SHOWN = ("mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position", "speedup")
 
 
@@ -42,7 +43,7 @@ def run(cfg: dict[str, Any]) -> None:
             raise ValueError(f"{key} is missing; give {key}=DIR, or lint=DIR to look at a directory alone")
     if cfg["format"] not in FORMATS:
         raise ValueError(f"format={cfg['format']!r}: use one of {', '.join(FORMATS)}")
-    if cfg["push"] is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg["push"]):
+    if cfg["push"] is not None and not HUB_ID.fullmatch(cfg["push"]):
         raise ValueError(f"push={cfg['push']!r} is no repository of the hub; give org/name")
     if cfg["num_speculative_tokens"] is not None and cfg["num_speculative_tokens"] < 1:
         raise ValueError(f"num_speculative_tokens={cfg['num_speculative_tokens']}: at least 1 is needed")
@@ -88,7 +89,7 @@ def run(cfg: dict[str, Any]) -> None:
     if lm and "name" not in made.target and (name := (before.get("identity") or {}).get("target")):
         made.target["name"] = name  # a model that stands on its own does not say whom it drafts for
     told = public(before)
-    count = drafted(made, cfg, measured)
+    count = drafted(made, cfg, measured or {}, before, source)
 
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: whoever has the lock is alone here
@@ -109,7 +110,7 @@ def run(cfg: dict[str, Any]) -> None:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     report.show(f"written to {out}; serve it with:")
-    print(serve(made, cfg, count, cfg["push"] or str(cfg["out"])))  # not wrapped, so that it can be copied
+    print(serve(made, cfg, count, cfg["push"] or str(cfg["out"]), here=True))  # not wrapped, so that it can be copied
     if cfg["push"] is not None:
         report.show(f"uploaded: {push(out, cfg['push'], cfg['private'])}")
 
@@ -144,12 +145,14 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
     for column in ("engine", "", "rule", "why, and what to do"):
         grid.add_column(column, no_wrap=column != "why, and what to do")
     for key, label in lint.ENGINES.items():
+        if key not in verdict:
+            continue
         own = [found for found in findings if found.engine == key]
         grid.add_row(label, "loads" if verdict[key] else "does not", "", "", style="bold")
         for found in own:
             grid.add_row("", found.severity, found.rule, found.text.replace(str(directory), name or str(directory)))
     report.show(grid)
-    return verdict[engine] if engine else any(verdict.values())
+    return verdict.get(engine, False) if engine else any(verdict.values())
 
 
 # -------------------------------------------------------------------------------------------------------- what is known
@@ -248,16 +251,34 @@ def public(value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- model card
 
 
-def served(made: Any, cfg: dict[str, Any]) -> str:
-    """The target's name in a serve command."""
+def target_name(made: Any, cfg: dict[str, Any]) -> str:
+    """What people call the target."""
     from specdec.checkpoint import foreign
 
     return cfg["serve_target"] or foreign.public_name(made) or "TARGET"
 
 
-def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> int:
-    """How many tokens to draft: as given, as measured, or as is usual. Raises ValueError for more than the drafter can."""
-    from specdec.checkpoint import foreign
+def served(made: Any, cfg: dict[str, Any], here: bool) -> str:
+    """The target in a serve command: a hub id or a directory, since engines know nothing of our embedded names. here: as this
+    machine has it; else, for a card, TARGET stands for what is no hub id."""
+    from specdec import hub
+
+    name = made.target.get("name") or ""
+    if cfg["format"] == "native" or cfg["serve_target"] is not None:
+        return target_name(made, cfg)
+    directory = Path(name).expanduser() if name else None
+    if directory is not None and not directory.is_dir():
+        if HUB_ID.fullmatch(name):
+            return str(name)
+        made_here = name in hub.EMBEDDED and (hub.cache_dir() / name).is_dir()
+        directory = hub.resolve(name) if made_here or name.startswith(("tiny", "random-")) else None
+    return str(directory) if here and directory is not None else "TARGET"
+
+
+def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any], before: dict[str, Any], source: Path) -> int:
+    """How many tokens to draft, the same in every format: as given, as measured, as in training, as an imported drafter says,
+    or as is usual. Raises ValueError for more than the drafter can."""
+    from specdec.checkpoint import foreign, speculators
 
     keys = {"mlp": "n_predict", "pard": "num_depths", "peagle": "num_depths", "mtp": "num_modules"}
     key = keys.get(made.method, "")
@@ -267,15 +288,26 @@ def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any] | None) -> 
     given = cfg["num_speculative_tokens"]
     if given is not None and most is not None and given > most:
         raise ValueError(f"num_speculative_tokens={given} is over the {most} of this drafter ({key}); lower it")
-    usual = most if key == "n_predict" else 5 if cfg["format"] == "speculators" else 3
-    count = given or (measured or {}).get("num_speculative_tokens") or usual
+    in_training = ((before.get("identity") or {}).get("eval") or {}).get("num_speculative_tokens")
+    usual = most if key == "n_predict" else speculators.NUM_SPECULATIVE_TOKENS
+    candidates = (given, measured.get("num_speculative_tokens"), in_training, imported(source), usual)
+    count = next(count for count in candidates if isinstance(count, int) and count >= 1)
     return min(count, most or count)
 
 
-def serve(made: Any, cfg: dict[str, Any], count: int, name: str) -> str:
-    """The command that serves the drafter, which is found under that name."""
+def imported(source: Path) -> int | None:
+    """The number that a drafter in the `speculators` format comes with."""
+    config = json.loads((source / "config.json").read_text())
+    told = config.get("speculators_config")
+    methods = told.get("proposal_methods") if isinstance(told, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
+
+
+def serve(made: Any, cfg: dict[str, Any], count: int, name: str, here: bool) -> str:
+    """The command that serves the drafter, which is found under that name. here: on this machine."""
     spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
-    name, target = shlex.quote(name), served(made, cfg)
+    name, target = shlex.quote(name), shlex.quote(served(made, cfg, here))
     if cfg["format"] == "native":
         return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
     if cfg["format"] == "sglang":
@@ -310,8 +342,8 @@ def card(
     """The README.md of what is shared."""
     from specdec.checkpoint import lint
 
-    target = served(made, cfg)
-    head = ["---", *([f"base_model: {target}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", target) else [])]
+    target = target_name(made, cfg)
+    head = ["---", *([f"base_model: {target}"] if HUB_ID.fullmatch(target) else [])]
     head += ["tags:", "- speculative-decoding", f"- {made.method}", "---", ""]
     facts = {key: value for key, value in made.target.items() if key != "name"}
     shape = {key: value for key, value in made.config.items() if key not in ("geometry", "hf_config")}
@@ -331,7 +363,10 @@ def card(
         verdict = lint.loads(lint.check(directory))
         engines = [engine for engine in ("vllm", "sglang") if verdict[engine]]
     for engine in engines:
-        parts += ["```", serve(made, cfg | {"format": engine}, count, cfg["push"] or Path(cfg["out"]).name), "```", ""]
+        name = cfg["push"] or Path(cfg["out"]).name
+        parts += ["```", serve(made, cfg | {"format": engine}, count, name, here=False), "```", ""]
+    if cfg["format"] != "native" and served(made, cfg, here=False) == "TARGET" and made.method != "mtp":
+        parts += [f"TARGET: the directory or hub id of {target}." if target != "TARGET" else "TARGET: your target.", ""]
     if made.method == "mlp" and cfg["format"] != "native":
         parts += [
             "vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",

@@ -22,8 +22,9 @@ from specdec import hub
 from specdec.checkpoint import native
 from specdec.checkpoint.foreign import DEEPEST, OURS
 from specdec.checkpoint.native import Checkpoint
+from specdec.contract import layers_of
 from specdec.core import first_line, read_json_object
-from specdec.target import load_weights
+from specdec.target import held_to_contract, load_weights
 
 # what transformers says of every config, and where a model was read from
 CLUTTER = {
@@ -70,9 +71,11 @@ def _drafter(directory: Path) -> str | None:
 
 def read(name: str | Path, revision: str | None = None, method: str = "draft_model") -> Checkpoint:
     """A model's weights in float32, under their own names, and its config. Raises ValueError, one line, for what is no causal
-    LM of attention layers, or not in safetensors."""
-    directory = find(name, revision)
-    return taken(load_weights(directory, torch.float32, torch.device("cpu")), method, str(name))
+    LM whose attention layers a slot cache can serve, or not in safetensors."""
+    directory, cpu = find(name, revision), torch.device("cpu")
+    model = load_weights(directory, torch.float32, cpu)
+    held_to_contract(model, directory, torch.float32, cpu)
+    return taken(model, method, str(name))
 
 
 def taken(model: Any, method: str, name: str) -> Checkpoint:
@@ -87,7 +90,7 @@ def taken(model: Any, method: str, name: str) -> Checkpoint:
     native.check_values(tensors, name)
     if config.get("tie_word_embeddings"):
         tensors.pop(named(model, model.get_output_embeddings()) + ".weight")
-    facts = {"num_hidden_layers": config["num_hidden_layers"], "pard_token": mask_token(config), **(config.get(OURS) or {})}
+    facts = {"num_hidden_layers": model.config.num_hidden_layers, "pard_token": mask_token(config), **(config.get(OURS) or {})}
     return Checkpoint(method, facts | {"hf_config": config}, {}, tensors, name)
 
 
@@ -113,14 +116,20 @@ def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Ch
     """These layers of a loaded model, its embedding, final norm and output layer."""
     whole = taken(model, method, name)
     assert whole.tensors is not None
-    config, num_layers = whole.config["hf_config"], whole.config["hf_config"]["num_hidden_layers"]
+    config, num_layers = whole.config["hf_config"], whole.config["num_hidden_layers"]
+    layers = layers_of(model, num_layers)
+    if layers is None:
+        raise ValueError(
+            f"{name}: the decoder layers of a {model.config.model_type} are not in one list, of which some could be taken; "
+            "give a whole model, train.drafter.model=DIR"
+        )
     for key, value in config.items():  # what a config says of each layer
         if isinstance(value, list) and len(value) == num_layers and key != "architectures":
             config[key] = [value[layer] for layer in layer_ids]
-    config["num_hidden_layers"] = len(layer_ids)
+    config[model.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(layer_ids)
     if "max_window_layers" in config:  # said by layer_types
         config["max_window_layers"] = len(layer_ids)
-    prefix = named(model, model.get_decoder().layers) + "."
+    prefix = named(model, layers) + "."
     tensors = {key: tensor for key, tensor in whole.tensors.items() if not key.startswith(prefix)}
     for place, layer in enumerate(layer_ids):
         own = f"{prefix}{layer}."

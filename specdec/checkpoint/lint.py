@@ -1,6 +1,7 @@
 """Hold a drafter's directory against what the serving engines load, without the engines.
 
 The rules were read in the sources of vLLM 0.33.0, SGLang 0.5.23 and `speculators` 0.9.0 (vLLM <= 0.32 for the MLP speculator).
+vLLM 0.32.0 and `speculators` have run what passes them, and drafted the same (`make peer-vllm`); SGLang has not.
 An *error*: the engine does not load the directory, or loads another function than was trained, mostly without a word. A
 *warning*: it loads, and something may be worse than it need be.
 """
@@ -22,10 +23,10 @@ from specdec.checkpoint import causal_lm, foreign, mlp_speculator, mtp, native, 
 from specdec.core import first_line, nearest, read_json_object
 
 ENGINES = {
-    "vllm": "vLLM 0.33",
+    "vllm": "vLLM 0.32, 0.33",
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators 0.9",
-    "vllm_0_32": "vLLM <= 0.32",
+    "vllm_0_32": "vLLM <= 0.32 (MLP)",  # looked at for the MLP speculator alone, which later ones do not have
 }
 EVERY = tuple(ENGINES)
 UNCOMPARED = "not compared"  # the rule of a warning that names and shapes are known to nobody here
@@ -44,10 +45,12 @@ class Finding:
 
 
 def check(directory: str | Path, target: str | Path | None = None) -> list[Finding]:
-    """What each engine would make of a directory. target: the target's directory or name, to compare with; its weights are not
-    loaded but for the embedding, and only where the drafter has one. Raises ValueError for a target that cannot be read."""
+    """What each engine would make of a directory; of one that is not named, nothing is known. target: the target's directory or
+    name, to compare with; its weights are not loaded but for the embedding, and only where the drafter has one. Raises
+    ValueError for a target that cannot be read."""
     directory, theirs = Path(directory).expanduser(), _Target.of(target)
     seen = _Seen()
+    engines, tensors = EVERY, {}
     try:
         config = foreign.read_config(directory)
         if config.get("format") == native.FORMAT:
@@ -56,6 +59,7 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
             )
             return seen.findings
         kind = checkpoint.format_of(directory, config).__name__.rpartition(".")[2]
+        engines = EVERY if kind == "mlp_speculator" else TODAY
         # of a target with modules, only the modules are looked at
         tensors = mtp.held(directory, config) if kind == "mtp" else foreign.read_tensors(directory)
         _weights(seen, config, tensors)
@@ -72,16 +76,19 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
         raise
     except ValueError as error:
         seen.error(EVERY, "file", str(error))
-    for engine in EVERY:
+    for engine in engines:
         if engine not in {found.engine for found in seen.findings if found.severity == "error" or found.rule == UNCOMPARED}:
             seen.add(engine, "ok", "whole", f"{len(tensors)} tensors, names and shapes as {ENGINES[engine]} wants them")
-    return seen.findings
+    return [found for found in seen.findings if found.engine in engines]
 
 
 def loads(findings: Iterable[Finding]) -> dict[str, bool]:
-    """The verdict for each engine: nothing was found that would keep it from loading the drafter as it was trained."""
+    """The verdict for each engine that was looked at: nothing was found that would keep it from loading the drafter as it was
+    trained."""
+    findings = list(findings)
+    named = {found.engine for found in findings}
     bad = {found.engine for found in findings if found.severity == "error"}
-    return {engine: engine not in bad for engine in EVERY}
+    return {engine: engine not in bad for engine in EVERY if engine in named}
 
 
 class TargetError(ValueError):
@@ -283,7 +290,6 @@ def _vocabulary(seen: _Seen, tensors: dict[str, Tensor], draft: int, vocab: int,
 def _eagle(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
     config, both = raw_eagle.unwrapped(config), ("vllm", "sglang")
     seen.error("speculators", "format", "speculators has no EAGLE-1 (0.9: eagle3, peagle, mtp and block drafters)")
-    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
     for engine, name in raw_eagle.ARCHITECTURES.items():
         accepted = {name} if engine == "sglang" else {name, "EagleLlamaForCausalLM"}
         given = config.get("architectures") or []
@@ -318,7 +324,6 @@ def _eagle(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], thei
 
 def _eagle3(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
     seen.error("speculators", "format", "raw EAGLE-3: speculators reads its own format; export with format=speculators")
-    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
     both, nested = ("vllm", "sglang"), config.get("eagle_config") or {}
     tensors = {raw_eagle3.renamed(name): tensor for name, tensor in tensors.items()}
     known = set(raw_eagle3.ARCHITECTURES)
@@ -511,7 +516,6 @@ def _rest(
 
 def _speculators(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
     seen.error("sglang", "format", "SGLang does not read the speculators format; export with format=sglang")
-    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
     both = ("vllm", "speculators")
     told = config.get("speculators_config")
     told = told if isinstance(told, dict) else {}
@@ -602,7 +606,6 @@ def _mlp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
 def _mtp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
     both, kind = ("vllm", "sglang"), str(config.get("text_config", config).get("model_type"))
     seen.error("speculators", "format", "modules inside a target: the package fine-tunes them, and reads them from the target")
-    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
     if not kind.startswith(MTP_TYPES):
         text = (
             f"model_type {kind!r} has no class for prediction modules ({', '.join(MTP_TYPES)} and others have); specdec "
@@ -644,7 +647,6 @@ MTP_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwen3_5")
 def _causal_lm(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs: _Target) -> None:
     both, mask = ("vllm", "sglang"), causal_lm.mask_token(config)
     seen.error("speculators", "format", "a model that stands on its own; the package has no such drafters")
-    seen.error("vllm_0_32", "format", "looked at for MLP speculators only; see vLLM 0.33")
     vocab, longest = config.get("vocab_size"), config.get("max_position_embeddings")
     if theirs.vocab_size not in (None, vocab):
         seen.error(both, "vocabulary", f"vocab_size is {vocab}, and the target's is {theirs.vocab_size}; they must be equal")

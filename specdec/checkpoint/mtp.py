@@ -94,6 +94,8 @@ def shapes(config: dict[str, Any], count: int) -> tuple[foreign.Shapes, set[str]
     model = causal_lm.on_meta(config)
     text, decoder = model.config.get_text_config(), model.get_decoder()
     qwen = _naming(str(text.model_type)) == "qwen"
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+        raise ValueError(f"transformers' {text.model_type} has other parts than the models that ship such modules")
     parts = {f"block.{key}": part for key, part in decoder.layers[kind_of_layer(text)].state_dict().items()}
     for norm in ("enorm", "hnorm", "norm"):
         parts |= {f"{norm}.{key}": part for key, part in decoder.norm.state_dict().items()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec import __version__, hub
 from specdec.core import apply_umask, first_line, nearest, read_json, short_repr
-from specdec.target import CausalLM
+from specdec.target import CausalLM, is_finite
 
 FORMAT = "specdec-drafter"
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -225,13 +225,6 @@ def check_values(tensors: dict[str, Tensor], name: str) -> None:
             raise ValueError(f"{name}: {key} is {kind}, and should be {what}; the file was written or labelled wrongly")
         if not is_finite(tensor):
             raise ValueError(f"{name}: {key} holds nan or inf; take another checkpoint")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Also of types of 8 bits, of which torch cannot say it."""
-    if not tensor.is_floating_point():
-        return True
-    return bool((tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all())
 
 
 def provenance(**more: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specdec.target import CausalLM
 
 WRITES = {"eagle3": ("speculators",), "peagle": ("speculators",)}
 VERSION = "0.9.0"
-NUM_SPECULATIVE_TOKENS = 5  # what `vllm serve` drafts where nobody says otherwise
+NUM_SPECULATIVE_TOKENS = 3  # where nobody says otherwise; `vllm serve DRAFTER` takes what the config says
 KNOWN = {
     raw_eagle3.IDS, *raw_eagle3.FLAGS, "mask_token_id", "draft_vocab_size", "target_hidden_size", "speculators_model_type",
     "speculators_version", "speculators_config", "transformer_layer_config", "embed_requires_grad", "provenance", "num_depths",

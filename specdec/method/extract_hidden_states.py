@@ -78,6 +78,7 @@ class ExtractHiddenStates(Silent):
 
 
 def _layer_ids(config: Any, target: CausalLM) -> tuple[int, ...]:
+    target.check_states()
     key = "eagle_aux_hidden_state_layer_ids"
     inner = config.get("hf_config") if isinstance(config, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get(key), list) or not inner[key]:

@@ -153,7 +153,9 @@ class Hybrid(Silent):
         token_BK = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         length_B, names = torch.zeros(num_rows, dtype=torch.int64), [""] * num_rows
         paid_B, costly = np.zeros(num_rows, dtype=np.int64), self.costly
-        q_BKV = evidence_BKF = None
+        q_BKV = evidence_BKF = finite_BK = None
+        if any(draft.finite_BK is not None for _, _, draft in made):
+            finite_BK = torch.ones(num_rows, width, dtype=torch.bool, device=device)
         if any(draft.q_BKV is not None for _, _, draft in made):
             q_BKV = torch.zeros(num_rows, width, self.vocab_size, device=device)
         if self.gives_evidence:
@@ -166,6 +168,8 @@ class Hybrid(Silent):
             token_BK[at_B, own] = draft.token_BK
             for b in rows:
                 names[b] = self.parts[place]
+            if draft.finite_BK is not None and finite_BK is not None:
+                finite_BK[at_B, own] = draft.finite_BK
             if q_BKV is not None:
                 law_BKV = F.one_hot(draft.token_BK, self.vocab_size) if draft.q_BKV is None else draft.q_BKV
                 q_BKV[at_B, own] = law_BKV.to(q_BKV)
@@ -175,7 +179,7 @@ class Hybrid(Silent):
                 evidence_BKF[at_B, own, first] = live_BK.to(evidence_BKF)
                 if draft.evidence_BKF is not None:
                     evidence_BKF[at_B, own, first + 1 : last] = draft.evidence_BKF
-        return Draft(token_BK, length_B, q_BKV, evidence_BKF=evidence_BKF, proposer_B=names, paid_B=paid_B)
+        return Draft(token_BK, length_B, q_BKV, None, evidence_BKF, names, paid_B, finite_BK)
 
 
 @dataclass
@@ -244,7 +248,8 @@ def _of(draft: Draft, place_B: np.ndarray) -> Draft:
     there_B = at_B.to(draft.token_BK.device, non_blocking=True)
     q_BKV = None if draft.q_BKV is None else draft.q_BKV[there_B]
     evidence_BKF = None if draft.evidence_BKF is None else draft.evidence_BKF[there_B]
-    return Draft(draft.token_BK[there_B], draft.length_B[at_B], q_BKV, evidence_BKF=evidence_BKF)
+    finite_BK = None if draft.finite_BK is None else draft.finite_BK[there_B]
+    return Draft(draft.token_BK[there_B], draft.length_B[at_B], q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
 
 
 def refuse(name: str | None) -> None:

@@ -92,10 +92,25 @@ def _norm(target: CausalLM) -> nn.Module:
 
 def _layer(target: CausalLM, place: int) -> nn.Module:
     """A new decoder layer of the target's kind."""
-    layer = type(target.model.get_decoder().layers[-1])(target.config, native_modules.kind_of_layer(target.config))
+    layer = type(target.layers[-1])(target.config, native_modules.kind_of_layer(target.config))
     attention: Any = layer.self_attn
     attention.layer_idx = place
     return layer.float()
+
+
+def _check_parts(target: CausalLM) -> None:
+    """Raise ValueError, one line, for a target whose layers do not run on their own, as most do."""
+    norm, decoder = target.final_norm, target.model.get_decoder()
+    try:
+        like = [(key, part.shape) for key, part in type(norm)(target.hidden_size).state_dict().items()]
+        runs = hasattr(target.layers[-1], "self_attn") and hasattr(decoder, "rotary_emb")
+    except Exception:  # whatever takes other arguments than a width
+        like, runs = [], False
+    if not runs or like != [(key, part.shape) for key, part in norm.state_dict().items()]:
+        raise ValueError(
+            f"{target.name}: method mtp drafts with decoder layers of the target's own kind, and those of model_type "
+            f"{target.config.model_type!r} cannot be built one by one; use another method, such as eagle3"
+        )
 
 
 class MTP(ChainDrafter):
@@ -128,6 +143,7 @@ class MTP(ChainDrafter):
     def build(self, config: dict[str, Any]) -> None:
         self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
+        _check_parts(self.target)
         self.like = native_modules.kind_of_layer(self.target.config)
         num_modules = self.architecture.num_modules or 1
         if 1 < num_modules < self.num_speculative_tokens:

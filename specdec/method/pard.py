@@ -114,7 +114,10 @@ class Pard(DraftModel):
         if self.probabilistic:
             assert context.uniform_BK is not None
             uniform_N = context.uniform_BK[at_N[0], at_N[1]]
-        drafted_N, q_NV = self.said(*sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N))
+        drawn_N, law_NV, most_N = sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N)
+        drafted_N, q_NV = self.said(drawn_N, law_NV)
+        finite_BK = torch.ones(len(rows), num_draft, dtype=torch.bool, device=most_N.device)
+        finite_BK.index_put_((at_N[0], at_N[1]), most_N.isfinite())
         token_BK = drafted_N.new_zeros(len(rows), num_draft).index_put_((at_N[0], at_N[1]), drafted_N)
         q_BKV = None
         if q_NV is not None:
@@ -125,7 +128,7 @@ class Pard(DraftModel):
             evidence_BKF = odds_N.new_zeros(len(rows), num_draft, 1).index_put_((at_N[0], at_N[1]), odds_N.unsqueeze(1))
         for b in np.flatnonzero(draft_B):
             self.written_R[rows[b]] = int(context.length_B[b]), 0
-        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF)
+        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
 
     # ---------------------------------------------------------------- training
 

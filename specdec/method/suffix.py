@@ -1,6 +1,7 @@
 """Suffix decoding: draft what followed the last tokens before, in this request or in earlier responses.
 
-Paper: SuffixDecoding, arXiv 2411.04975. Settings, defaults and limits are those of vLLM's method `suffix`.
+Paper: SuffixDecoding, arXiv 2411.04975. Settings, defaults and limits are those of vLLM's method `suffix`, and so are the
+drafts: the order of equal counts, sums in float32 and which responses are cached follow Arctic Inference 0.3, which it calls.
 `ReferenceTree` states the rules, plainly; `SuffixTree` gives the same drafts and probabilities, fast.
 
 How the fast tree works. Each position of a sequence starts a suffix of at most `depth` tokens. The tree is
@@ -13,8 +14,10 @@ one count, read from the pool in which each sequence is one segment. So a positi
 - A node lists the suffixes that end at it (`ends`, `link_P`). So removing a suffix is a walk up from its end,
   and a label that was read from it is read from another one: no label depends on a sequence that is gone.
 - Children with siblings are in one hash table by (parent, token); an only child, the common case, is not.
+- Siblings are a list by falling count. Those of one count are a group, with its first and last member, so that a child whose
+  count changes finds its place in constant time, however many siblings it has.
 
-Shape suffixes beside those of `core.py`: X nodes (rows of their array), H slots of the hash table, P pool
+Shape suffixes beside those of `core.py`: X nodes (rows of their array), G groups of siblings, H slots of the hash table, P pool
 positions.
 """
 
@@ -34,12 +37,11 @@ from numba import njit
 from specdec import sampling
 from specdec.core import Context, Draft, Request, SamplingParams, Silent, ragged
 
-NONE = -1  # no node, no position, or no token yet
-STALE = -2  # in `best`: a count went down, look again
+NONE = -1  # no node, no group, no position, or no token yet
 ROOT = 0
 
 Array = np.ndarray
-Speculation = tuple[Array, Array, float, int]  # tokens, probabilities, score, match length
+Speculation = tuple[Array, Array, float, int]  # tokens, probabilities (float32), score, match length
 
 
 class ReferenceTree:
@@ -48,26 +50,44 @@ class ReferenceTree:
     A trie of all suffixes, cut at `depth` tokens; a node counts the suffixes that pass through or end there.
     """
 
-    @dataclass
+    @dataclass(eq=False)
     class Node:
         count: int = 0
-        stamp: int = 0  # when the count last rose
         children: dict[int, ReferenceTree.Node] = field(default_factory=dict)
+        order: list[int] = field(default_factory=list)  # the children's tokens by falling count; drafts take the first
 
-        def best(self) -> tuple[int, ReferenceTree.Node]:
-            """Token and node of the highest count. Ties: the one that rose last, or if it is 1, first."""
+        def rise(self, token: int) -> None:
+            """One more suffix passes through the child. It moves before the first child of its count, so that of its new equals
+            it is the last; if it was that first child itself, it moves before them."""
+            if token not in self.children:
+                self.children[token] = ReferenceTree.Node(1)
+                self.order.append(token)
+                return
+            child = self.children[token]
+            equals = [other for other in self.order if self.children[other].count == child.count]
+            child.count += 1
+            self._place(token, child.count if equals[0] == token else child.count - 1)
 
-            def rank(item: tuple[int, ReferenceTree.Node]) -> tuple[int, int]:
-                node = item[1]
-                return node.count, node.stamp if node.count > 1 else -node.stamp
+        def fall(self, token: int) -> None:
+            """One suffix less passes through the child: of its new equals it is the first."""
+            child = self.children[token]
+            child.count -= 1
+            if child.count:
+                self._place(token, child.count)
+            else:
+                self.order.remove(token)
+                del self.children[token]
 
-            return max(self.children.items(), key=rank)
+        def _place(self, token: int, count: int) -> None:
+            """Move a child before the others with at most that count."""
+            self.order.remove(token)
+            larger = [other for other in self.order if self.children[other].count > count]
+            self.order.insert(len(larger), token)
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.root = self.Node()
         self.sequences: dict[Hashable, list[int]] = {}
-        self.clock = 0
 
     def start(self, key: Hashable, capacity: int = 0) -> None:
         self.sequences[key] = []
@@ -76,13 +96,10 @@ class ReferenceTree:
         sequence = self.sequences[key]
         for token in tokens:
             sequence.append(int(token))
-            self.clock += 1
             for start in range(max(0, len(sequence) - self.depth), len(sequence)):
                 parent = self.find(sequence[start:-1])
                 assert parent is not None
-                node = parent.children.setdefault(sequence[-1], self.Node())
-                node.count += 1
-                node.stamp = self.clock
+                parent.rise(sequence[-1])
 
     def finish(self, key: Hashable) -> None:
         pass
@@ -93,11 +110,8 @@ class ReferenceTree:
             parent = self.root
             for token in sequence[start : start + self.depth]:
                 node = parent.children[token]
-                node.count -= 1
-                if node.count == 0:  # so only this suffix went on from here
-                    del parent.children[token]
-                    break
-                parent = node
+                parent.fall(token)
+                parent = node  # with count 0, only this suffix went on from here
 
     def find(self, pattern: Sequence[int]) -> ReferenceTree.Node | None:
         node: ReferenceTree.Node | None = self.root
@@ -113,25 +127,29 @@ class ReferenceTree:
         max_spec_offset: float = 0.0,
         min_token_prob: float = 0.1,
     ) -> Speculation:
-        best: Speculation = np.zeros(0, np.int64), np.zeros(0), 0.0, 0
+        single = np.float32
+        best: Speculation = np.zeros(0, np.int64), np.zeros(0, single), 0.0, 0
         for match_len in range(1, min(self.depth, len(context))):
             node = self.find(context[len(context) - match_len :])
             if node is None:
                 break
-            budget = int(min(max_spec_tokens, match_len * max_spec_factor + max_spec_offset + 1e-6))
+            allowed = single(match_len) * single(max_spec_factor) + single(max_spec_offset)
+            budget = int(min(max_spec_tokens, float(allowed) + 1e-6))
             tokens: list[int] = []
-            probs: list[float] = []
-            prob = 1.0
+            probs: list[np.float32] = []
+            prob, score = single(1), single(0)
             while len(tokens) < budget and node.children:
-                token, child = node.best()
-                prob *= child.count / node.count
-                if prob < min_token_prob:
+                token = node.order[0]
+                child = node.children[token]
+                prob = prob * (single(child.count) / single(node.count))
+                if prob < single(min_token_prob):
                     break
                 tokens.append(token)
                 probs.append(prob)
+                score = score + prob
                 node = child
-            if tokens and sum(probs) >= best[2]:
-                best = np.array(tokens), np.array(probs), sum(probs), match_len
+            if tokens and score >= best[2]:
+                best = np.array(tokens), np.array(probs), float(score), match_len
         return best
 
     def counts(self, context: Sequence[int], match_len: int, tokens: Sequence[int]) -> tuple[Array, Array]:
@@ -149,13 +167,15 @@ class ReferenceTree:
 # The fast tree: records and kernels. A node's `depth` is the number of tokens from the root to the end of its
 # label, and `ref` is where one of its suffixes has the label's first token. So the label is
 # `token_P[ref : ref + depth - the parent's depth]`, up to the first -1. Siblings are a list (`first`, `next`,
-# `prev`), and so are the suffixes that end at a node (`ends`, and `next` and `prev` of their links).
+# `prev`; the `prev` of the first is the last), and so are the suffixes that end at a node (`ends`, and `next`
+# and `prev` of their links). An only child is in no group.
 
-NODE_FIELDS = ["parent", "token", "count", "stamp", "depth", "ref", "first", "next", "prev", "best", "ends"]
+NODE_FIELDS = ["parent", "token", "count", "depth", "ref", "first", "next", "prev", "group", "ends"]
 NODE = np.dtype([(name, np.int32) for name in NODE_FIELDS])
+HEAD, TAIL = range(2)  # of a group, its columns; a freed one has the next freed one as its head
 LINK = np.dtype([(name, np.int32) for name in ["locus", "next", "prev"]])
-# the tally: tokens appended so far, rows ever used, first freed row, rows in use, nodes in the hash table
-CLOCK, ROWS, FREE, LIVE, HASHED = range(5)
+# the tally: rows ever used, first freed row, rows in use; the same of groups; nodes in the hash table
+ROWS, FREE, LIVE, GROUP_ROWS, GROUP_FREE, GROUPS, HASHED = range(7)
 
 
 class Trie(NamedTuple):
@@ -165,6 +185,7 @@ class Trie(NamedTuple):
     """
 
     node_X: Array
+    group_G: Array
     slot_H: Array
     token_P: Array
     link_P: Array
@@ -239,8 +260,8 @@ def _new(node_X: Array, tally: Array, token: int, count: int, depth: int, ref: i
         tally[ROWS] += 1
     tally[LIVE] += 1
     row = node_X[v]
-    row.token, row.count, row.depth, row.ref, row.stamp = token, count, depth, ref, tally[CLOCK]
-    row.first = row.best = row.ends = NONE
+    row.token, row.count, row.depth, row.ref = token, count, depth, ref
+    row.first = row.group = row.ends = NONE
     return v
 
 
@@ -252,79 +273,174 @@ def _free(node_X: Array, tally: Array, v: int) -> None:
 
 
 @njit(cache=True)
-def _adopt(node_X: Array, slot_H: Array, tally: Array, parent: int, child: int) -> None:
+def _open_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
+    """Put the child, which is in no group, into one of its own."""
+    if tally[GROUP_FREE] != NONE:
+        group = tally[GROUP_FREE]
+        tally[GROUP_FREE] = group_G[group, HEAD]
+    else:
+        group = tally[GROUP_ROWS]
+        tally[GROUP_ROWS] += 1
+    tally[GROUPS] += 1
+    group_G[group, HEAD] = group_G[group, TAIL] = child
+    node_X[child].group = group
+
+
+@njit(cache=True)
+def _leave_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
+    """While the child is still in its place among its siblings."""
+    group = node_X[child].group
+    head, tail = group_G[group, HEAD], group_G[group, TAIL]
+    if head == tail:
+        group_G[group, HEAD] = tally[GROUP_FREE]
+        tally[GROUP_FREE] = group
+        tally[GROUPS] -= 1
+    elif head == child:
+        group_G[group, HEAD] = node_X[child].next
+    elif tail == child:
+        group_G[group, TAIL] = node_X[child].prev
+    node_X[child].group = NONE
+
+
+@njit(cache=True)
+def _unlink(node_X: Array, child: int) -> None:
+    """Take a child out of the list of its siblings, of which there are some."""
+    parent, after, before = node_X[child].parent, node_X[child].next, node_X[child].prev
+    if node_X[parent].first == child:
+        node_X[parent].first = after
+    else:
+        node_X[before].next = after
+    node_X[after if after != NONE else node_X[parent].first].prev = before
+
+
+@njit(cache=True)
+def _link(node_X: Array, child: int, after: int) -> None:
+    """Put a child into the list of its siblings, of which there are some, before `after`; NONE: at the end."""
+    parent = node_X[child].parent
+    first = node_X[parent].first
+    before = node_X[after if after != NONE else first].prev
+    node_X[child].next, node_X[child].prev = after, before
+    node_X[after if after != NONE else first].prev = child
+    if after == first:
+        node_X[parent].first = child
+    else:
+        node_X[before].next = child
+
+
+@njit(cache=True)
+def _adopt(node_X: Array, group_G: Array, slot_H: Array, tally: Array, parent: int, child: int) -> None:
+    """A new child, with count 1 if it has siblings: of the children of that count it is the last."""
     first = node_X[parent].first
     node_X[child].parent = parent
-    if first != NONE:
-        if node_X[first].next == NONE:
-            _enter(node_X, slot_H, tally, first)
-        _enter(node_X, slot_H, tally, child)
-        node_X[first].prev = child
-    node_X[child].next = first
-    node_X[child].prev = NONE
-    node_X[parent].first = child
-
-
-@njit(cache=True)
-def _disown(node_X: Array, slot_H: Array, tally: Array, child: int) -> None:
-    parent, after, before = node_X[child].parent, node_X[child].next, node_X[child].prev
-    if after != NONE or before != NONE:
-        _leave(node_X, slot_H, tally, child)
-    if after != NONE:
-        node_X[after].prev = before
-    if before != NONE:
-        node_X[before].next = after
-    else:
-        node_X[parent].first = after
-    first = node_X[parent].first
-    if first != NONE and node_X[first].next == NONE:
-        _leave(node_X, slot_H, tally, first)
     if first == NONE:
-        node_X[parent].best = NONE
-    elif node_X[parent].best == child:
-        node_X[parent].best = STALE
-
-
-@njit(cache=True)
-def _replace(node_X: Array, slot_H: Array, old: int, new: int) -> None:
-    """Put `new`, whose label begins with the same token, where `old` is among its parent's children."""
-    parent, after, before = node_X[old].parent, node_X[old].next, node_X[old].prev
-    if after != NONE or before != NONE:
-        slot_H[_slot_of(node_X, slot_H, old)] = new
-    if after != NONE:
-        node_X[after].prev = new
-    if before != NONE:
-        node_X[before].next = new
+        node_X[parent].first = child
+        node_X[child].next, node_X[child].prev = NONE, child
+        return
+    if node_X[first].next == NONE:
+        _enter(node_X, slot_H, tally, first)
+        _open_group(node_X, group_G, tally, first)
+    _enter(node_X, slot_H, tally, child)
+    last = node_X[first].prev
+    _link(node_X, child, NONE)
+    if node_X[last].count == node_X[child].count:
+        group = node_X[child].group = node_X[last].group
+        group_G[group, TAIL] = child
     else:
-        node_X[parent].first = new
-    if node_X[parent].best == old:
-        node_X[parent].best = new
-    node_X[new].parent, node_X[new].next, node_X[new].prev = parent, after, before
-    node_X[new].token, node_X[new].stamp = node_X[old].token, node_X[old].stamp
+        _open_group(node_X, group_G, tally, child)
 
 
 @njit(cache=True)
-def _rose(node_X: Array, tally: Array, child: int) -> None:
-    """The child's count went up just now; is it its parent's best? Ties as in `ReferenceTree.Node.best`."""
-    parent, count = node_X[child].parent, node_X[child].count
-    node_X[child].stamp = tally[CLOCK]
-    best = node_X[parent].best
-    if best == NONE or (best != STALE and count >= max(2, node_X[best].count)):
-        node_X[parent].best = child
+def _disown(node_X: Array, group_G: Array, slot_H: Array, tally: Array, child: int) -> None:
+    parent = node_X[child].parent
+    if node_X[child].group == NONE:
+        node_X[parent].first = NONE
+        return
+    _leave(node_X, slot_H, tally, child)
+    _leave_group(node_X, group_G, tally, child)
+    _unlink(node_X, child)
+    first = node_X[parent].first
+    if node_X[first].next == NONE:
+        _leave(node_X, slot_H, tally, first)
+        _leave_group(node_X, group_G, tally, first)
 
 
 @njit(cache=True)
-def _best(node_X: Array, parent: int) -> int:
-    if node_X[parent].best == STALE:
-        best = child = node_X[parent].first
-        while child != NONE:
-            lead = node_X[child].count - node_X[best].count
-            later = node_X[child].stamp > node_X[best].stamp
-            if lead > 0 or (lead == 0 and later == (node_X[child].count > 1)):
-                best = child
-            child = node_X[child].next
-        node_X[parent].best = best
-    return node_X[parent].best
+def _replace(node_X: Array, group_G: Array, slot_H: Array, old: int, new: int) -> None:
+    """Put `new`, whose label begins with the same token, where `old` is among its parent's children."""
+    parent, after, before, group = node_X[old].parent, node_X[old].next, node_X[old].prev, node_X[old].group
+    if group != NONE:
+        slot_H[_slot_of(node_X, slot_H, old)] = new
+        if group_G[group, HEAD] == old:
+            group_G[group, HEAD] = new
+        if group_G[group, TAIL] == old:
+            group_G[group, TAIL] = new
+    first = node_X[parent].first
+    if first == old:
+        first = node_X[parent].first = new
+    else:
+        node_X[before].next = new
+    node_X[new].prev = before if before != old else new
+    node_X[after if after != NONE else first].prev = new
+    node_X[new].parent, node_X[new].next, node_X[new].group, node_X[new].token = parent, after, group, node_X[old].token
+
+
+@njit(cache=True)
+def _rise(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
+    """One more in the child's count, and its new place: as in `ReferenceTree.Node.rise`."""
+    count = node_X[child].count + 1
+    node_X[child].count = count
+    group = node_X[child].group
+    if group == NONE:
+        return
+    head = group_G[group, HEAD]
+    alone = head == group_G[group, TAIL]
+    above = NONE if head == node_X[node_X[child].parent].first else node_X[head].prev
+    equals = node_X[above].group if above != NONE and node_X[above].count == count else NONE
+    if alone and equals == NONE:
+        return
+    was_head = child == head
+    if not was_head:
+        after = head
+    elif equals != NONE:
+        after = group_G[equals, HEAD]
+    else:
+        after = child
+    _leave_group(node_X, group_G, tally, child)
+    if after != child:
+        _unlink(node_X, child)
+        _link(node_X, child, after)
+    if equals == NONE:
+        _open_group(node_X, group_G, tally, child)
+    else:
+        node_X[child].group = equals
+        if was_head:
+            group_G[equals, HEAD] = child
+        else:
+            group_G[equals, TAIL] = child
+
+
+@njit(cache=True)
+def _fall(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
+    """One less in the child's count, which is not 0 then, and its new place: as in `ReferenceTree.Node.fall`."""
+    count = node_X[child].count - 1
+    node_X[child].count = count
+    group = node_X[child].group
+    if group == NONE:
+        return
+    tail = group_G[group, TAIL]
+    after = node_X[tail].next
+    equals = node_X[after].group if after != NONE and node_X[after].count == count else NONE
+    if equals == NONE and tail == group_G[group, HEAD]:
+        return
+    _leave_group(node_X, group_G, tally, child)
+    if child != tail:
+        _unlink(node_X, child)
+        _link(node_X, child, after)
+    if equals == NONE:
+        _open_group(node_X, group_G, tally, child)
+    else:
+        node_X[child].group = equals
+        group_G[equals, HEAD] = child
 
 
 @njit(cache=True)
@@ -349,18 +465,19 @@ def _unsettle(node_X: Array, link_P: Array, start: int) -> None:
 
 
 @njit(cache=True)
-def _merge(node_X: Array, slot_H: Array, tally: Array, v: int) -> None:
+def _merge(node_X: Array, group_G: Array, slot_H: Array, tally: Array, v: int) -> None:
     """Fold v, where no suffix ends any more, into its only child, whose label grows upwards."""
     child = node_X[v].first
     node_X[child].ref -= node_X[v].depth - node_X[node_X[v].parent].depth
     node_X[child].count = node_X[v].count
-    _replace(node_X, slot_H, v, child)
+    _replace(node_X, group_G, slot_H, v, child)
     _free(node_X, tally, v)
 
 
 @njit(cache=True)
 def _step(
     node_X: Array,
+    group_G: Array,
     slot_H: Array,
     token_P: Array,
     link_P: Array,
@@ -387,34 +504,33 @@ def _step(
                 if ahead == NONE:  # v took all there is of the label
                     node_X[first].depth = node_X[v].depth
                     _settle(node_X, link_P, start, first)
-                    _merge(node_X, slot_H, tally, v)
+                    _merge(node_X, group_G, slot_H, tally, v)
                 return
         _unsettle(node_X, link_P, start)
     child = _child(node_X, slot_H, v, token)
     if child == NONE:
         child = _new(node_X, tally, token, 1, depth, at)
-        _adopt(node_X, slot_H, tally, v, child)
+        _adopt(node_X, group_G, slot_H, tally, v, child)
     else:
         end = node_X[v].depth + 1
         ahead = token_P[node_X[child].ref + 1] if end < node_X[child].depth else NONE
         if ahead == NONE:
             node_X[child].depth = end  # if the label was open, it no longer is
-            node_X[child].count += 1
         else:  # the label's first token becomes a node above the rest
             rest = child
-            child = _new(node_X, tally, token, node_X[rest].count + 1, end, node_X[rest].ref)
-            _replace(node_X, slot_H, rest, child)
+            child = _new(node_X, tally, token, node_X[rest].count, end, node_X[rest].ref)
+            _replace(node_X, group_G, slot_H, rest, child)
             node_X[rest].ref += 1
-            node_X[rest].token = ahead
-            _adopt(node_X, slot_H, tally, child, rest)
-            node_X[child].best = rest
+            node_X[rest].token, node_X[rest].group = ahead, NONE
+            _adopt(node_X, group_G, slot_H, tally, child, rest)
+        _rise(node_X, group_G, tally, child)
     _settle(node_X, link_P, start, child)
-    _rose(node_X, tally, child)
 
 
 @njit(cache=True)
 def _extend(
     node_X: Array,
+    group_G: Array,
     slot_H: Array,
     token_P: Array,
     link_P: Array,
@@ -426,16 +542,16 @@ def _extend(
 ) -> None:
     for at in range(base + length, base + length + len(tokens)):
         token_P[at] = tokens[at - base - length]
-        tally[CLOCK] += 1
         for start in range(max(base, at - depth + 1), at + 1):
             # a node that is deeper than its suffix is an open leaf: its label takes in the token by itself
             if start == at or node_X[link_P[start].locus].depth == at - start:
-                _step(node_X, slot_H, token_P, link_P, tally, depth, start, at)
+                _step(node_X, group_G, slot_H, token_P, link_P, tally, depth, start, at)
 
 
 @njit(cache=True)
 def _remove(
     node_X: Array,
+    group_G: Array,
     slot_H: Array,
     token_P: Array,
     link_P: Array,
@@ -449,15 +565,13 @@ def _remove(
         lowest = NONE  # the deepest node that stays
         while v != ROOT:
             parent = node_X[v].parent
-            node_X[v].count -= 1
-            if node_X[v].count == 0:
-                _disown(node_X, slot_H, tally, v)
+            if node_X[v].count == 1:
+                _disown(node_X, group_G, slot_H, tally, v)
                 _free(node_X, tally, v)
             else:
+                _fall(node_X, group_G, tally, v)
                 if lowest == NONE:
                     lowest = v
-                if node_X[parent].best == v:
-                    node_X[parent].best = STALE
                 if node_X[v].ref == start + node_X[parent].depth:  # read the label from another suffix
                     if node_X[v].ends != NONE:
                         node_X[v].ref = node_X[v].ends + node_X[parent].depth
@@ -465,12 +579,13 @@ def _remove(
                         node_X[v].ref = node_X[node_X[v].first].ref - (node_X[v].depth - node_X[parent].depth)
             v = parent
         if lowest != NONE and node_X[lowest].ends == NONE and node_X[node_X[lowest].first].next == NONE:
-            _merge(node_X, slot_H, tally, lowest)
+            _merge(node_X, group_G, slot_H, tally, lowest)
 
 
 @njit(cache=True)
 def _move(
     node_X: Array,
+    group_G: Array,
     slot_H: Array,
     token_P: Array,
     link_P: Array,
@@ -498,7 +613,7 @@ def _move(
 
 
 @njit(cache=True)
-def _rehash(node_X: Array, slot_H: Array, token_P: Array, link_P: Array, tally: Array, old_H: Array) -> None:
+def _rehash(node_X: Array, group_G: Array, slot_H: Array, token_P: Array, link_P: Array, tally: Array, old_H: Array) -> None:
     for child in old_H:
         if child != NONE:
             slot_H[_slot_of(node_X, slot_H, child)] = child
@@ -527,33 +642,32 @@ def _speculate(
     node_X: Array,
     slot_H: Array,
     token_P: Array,
-    link_P: Array,
-    tally: Array,
     depth: int,
     context: Array,
     limit: int,
-    factor: float,
-    offset: float,
-    floor: float,
+    max_spec_factor: float,
+    max_spec_offset: float,
+    min_token_prob: float,
     token_2K: Array,
     prob_2K: Array,
 ) -> tuple[int, int, float, int]:
-    """Put the best draft into one row of the two; returns which, and its length, score and match length."""
-    spare, length, score, match_len = 0, 0, 0.0, 0
+    """Put the best draft into one row of the two; returns which, and its length, score and match length. In float32."""
+    factor, offset, floor = np.float32(max_spec_factor), np.float32(max_spec_offset), np.float32(min_token_prob)
+    spare, length, score, match_len = 0, 0, np.float32(0), 0
     for match in range(1, min(depth, len(context))):
         v = _locate(node_X, slot_H, token_P, context, match)
         if v == NONE:
             break
-        budget = min(limit, match * factor + offset + 1e-6)
-        n, prob, total, token = 0, 1.0, 0.0, 0
+        budget = min(float(limit), float(np.float32(match) * factor + offset) + 1e-6)
+        n, prob, total, token = 0, np.float32(1), np.float32(0), 0
         while n + 1 <= budget:
             if match + n < node_X[v].depth:
                 token = token_P[node_X[v].ref + match + n - node_X[node_X[v].parent].depth]
             else:
-                child = _best(node_X, v)
+                child = node_X[v].first
                 token = node_X[child].token if child != NONE else NONE
                 if child != NONE:
-                    prob *= node_X[child].count / node_X[v].count
+                    prob *= np.float32(node_X[child].count) / np.float32(node_X[v].count)
                     v = child
             if token == NONE or prob < floor:
                 break
@@ -566,7 +680,7 @@ def _speculate(
             spare = 1 - spare
         if n == 0 and token == NONE:  # nothing ever followed this match; a longer one is no different
             break
-    return 1 - spare, length, score, match_len
+    return 1 - spare, length, float(score), match_len
 
 
 @njit(cache=True)
@@ -593,8 +707,7 @@ class SuffixTree:
     """All suffixes of some sequences, up to `depth` tokens each, with counts: see the module's docstring.
 
     A sequence is started, extended as its tokens come, finished (it stays, but without room to spare) and
-    removed. Tokens are 0 .. 2**31 - 1, and the tree holds up to 2**30 of them. After 2**31 appends ties are
-    broken wrongly for a while; nothing else suffers.
+    removed. Tokens are 0 .. 2**31 - 1, and the tree holds up to 2**30 of them.
     """
 
     GROWTH = 1.5  # of full arrays
@@ -602,21 +715,25 @@ class SuffixTree:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        node_X, slot_H, link_P = np.zeros(64, NODE), np.zeros(64, np.int32), np.zeros(0, LINK)
-        self._trie = Trie(node_X, slot_H, np.zeros(0, np.int32), link_P, np.zeros(5, np.int64))
+        node_X, group_G, slot_H = np.zeros(64, NODE), np.zeros((64, 2), np.int32), np.zeros(64, np.int32)
+        self._trie = Trie(node_X, group_G, slot_H, np.zeros(0, np.int32), np.zeros(0, LINK), np.zeros(7, np.int64))
         self._token_2K = np.zeros((2, depth), np.int64)
-        self._prob_2K = np.zeros((2, depth))
+        self._prob_2K = np.zeros((2, depth), np.float32)
         self.reset()
 
     def reset(self) -> None:
         """Forget every sequence; keep the arrays."""
-        node_X, slot_H, token_P, _, tally = self._trie
+        node_X, _, slot_H, token_P, _, tally = self._trie
         slot_H.fill(NONE)
-        node_X[ROOT] = (NONE, NONE, 0, 0, 0, NONE, NONE, NONE, NONE, NONE, NONE)
-        tally[:] = (0, 1, NONE, 1, 0)
+        node_X[ROOT] = (NONE, NONE, 0, 0, NONE, NONE, NONE, NONE, NONE, NONE)
+        tally[:] = (1, NONE, 1, 0, NONE, 0, 0)
         self._segments: dict[Hashable, _Segment] = {}
         self._holes: list[tuple[int, int]] = []  # (start, size) of the pool's free stretches, in order
         self._release(0, len(token_P))
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether there is a sequence of that key."""
+        return key in self._segments
 
     def start(self, key: Hashable, capacity: int = 1024) -> None:
         """Begin an empty sequence, with room for `capacity` tokens at first. ValueError: the key is taken."""
@@ -663,14 +780,17 @@ class SuffixTree:
         """What may follow the context, of which the last `depth` tokens are looked at.
 
         Tries every match length. A match of m tokens drafts at most `m * max_spec_factor + max_spec_offset`,
-        along the likeliest children, while the product of their shares is at least `min_token_prob`.
+        along the likeliest children, while the product of their shares is at least `min_token_prob`. All in float32.
 
-        Returns (tokens, int64; their probabilities; score, the sum of these; match length) for the match with
+        Returns (tokens, int64; their probabilities, float32; score, the sum of these; match length) for the match with
         the highest score, the longer one on ties; if nothing is drafted, no tokens, 0.0 and 0.
         """
         context = np.array(context[-self.depth :], dtype=np.int64)
+        trie = self._trie
         row, length, score, match_len = _speculate(
-            *self._trie,
+            trie.node_X,
+            trie.slot_H,
+            trie.token_P,
             self.depth,
             context,
             int(max_spec_tokens),
@@ -710,13 +830,20 @@ class SuffixTree:
     def _make_room(self, num_nodes: int) -> None:
         """Let the kernels make that many nodes."""
         tally = self._trie.tally
-        need = int(tally[LIVE]) + num_nodes
+        need = tally.item(LIVE) + num_nodes
         size = len(self._trie.node_X)
         if need > size:
             node_X = np.zeros(max(need, int(self.GROWTH * size)), NODE)
             node_X[:size] = self._trie.node_X
             self._trie = self._trie._replace(node_X=node_X)
-        need = 2 * (int(tally[HASHED]) + 2 * num_nodes)  # a second child brings the first into the table
+        num_siblings = 2 * num_nodes  # a second child brings the first into a group and the table
+        need = tally.item(GROUPS) + num_siblings
+        size = len(self._trie.group_G)
+        if need > size:
+            group_G = np.zeros((max(need, int(self.GROWTH * size)), 2), np.int32)
+            group_G[:size] = self._trie.group_G
+            self._trie = self._trie._replace(group_G=group_G)
+        need = 2 * (tally.item(HASHED) + num_siblings)
         old_H = self._trie.slot_H
         if need > len(old_H):
             slot_H = np.full(max(need, int(self.GROWTH * len(old_H))), NONE, np.int32)
@@ -772,7 +899,7 @@ def warm_up() -> None:
 
 @dataclass(slots=True)
 class _Row:
-    """A running request, its tree, its key in the tree of responses, and how many of its tokens were seen."""
+    """A running request, its tree, the key of its response in the tree of responses, and how many of its tokens were seen."""
 
     request: Request
     tree: SuffixTree
@@ -796,7 +923,8 @@ class Suffix(Silent):
 
     num_speculative_tokens: tokens per draft at most; None: the tree's depth.
     suffix_decoding_max_tree_depth: tokens of match and draft together at most.
-    suffix_decoding_max_cached_requests: finished responses that stay, first in first out; 0: no such tree.
+    suffix_decoding_max_cached_requests: responses in that tree, running ones included, the first to begin the first to go (a
+        running request goes on without a place there); 0: no such tree.
     suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this.
     suffix_decoding_min_token_prob: a draft ends where the product of its tokens' shares falls below this.
     min_score: a draft is made only if at least so many of its tokens are expected to stand, by the counts.
@@ -834,7 +962,7 @@ class Suffix(Silent):
         self.depth, self.num_cached, self.factor, self.floor = depth, num_cached, factor, floor
         self.min_score = min_score
         self.responses = SuffixTree(depth) if num_cached else None
-        self._finished: deque[int] = deque()
+        self._cached: deque[int] = deque()  # keys of the responses, in the order in which the requests began
         self._rows: dict[int, _Row] = {}
         self._spare: list[SuffixTree] = []  # trees of requests that ended, for those that begin
         self._num_begun = 0
@@ -849,26 +977,27 @@ class Suffix(Silent):
         tree.extend(0, prompt)
         if self.responses is not None:
             self.responses.start(state.key, state.capacity)
+            self._cached.append(state.key)
+            if len(self._cached) > self.num_cached:
+                self.responses.remove(self._cached.popleft())
 
     def end(self, row: int, hidden: Sequence[object] = ()) -> None:
         """Caches the response, with the tokens since the last `propose` if the engine has filled them in."""
         state = self._rows.pop(row)
         state.tree.reset()
         self._spare.append(state.tree)
-        if self.responses is not None:
+        if self.responses is not None and state.key in self.responses:
             unseen = state.request.output_token_ids[state.seen - len(state.request.prompt_token_ids) :]
             self.responses.extend(state.key, unseen)
             self.responses.finish(state.key)
-            self._finished.append(state.key)
-            if len(self._finished) > self.num_cached:
-                self.responses.remove(self._finished.popleft())
 
     def reset(self) -> None:
         """Make the cache cold: forget all responses, of running requests what was seen of them so far."""
-        self._finished.clear()
         if self.responses is not None:
+            running = [state for state in self._rows.values() if state.key in self.responses]
             self.responses.reset()
-            for state in self._rows.values():
+            self._cached = deque(sorted(state.key for state in running))
+            for state in running:
                 self.responses.start(state.key, state.capacity)
 
     def propose(self, context: Context) -> Draft:
@@ -886,7 +1015,7 @@ class Suffix(Silent):
     def _append(self, state: _Row, token_L: np.ndarray) -> None:
         """All tokens after the prompt are the response's."""
         state.tree.extend(0, token_L)
-        if self.responses is not None:
+        if self.responses is not None and state.key in self.responses:
             self.responses.extend(state.key, token_L)
         state.seen += len(token_L)
 

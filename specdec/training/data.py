@@ -1,15 +1,18 @@
 """Conversations to tokens and a loss mask; reading a training set; the draft vocabulary; which samples a step sees.
 
 A conversation is rendered by the tokenizer's own template, as evaluation renders it, and the mask covers the tokens that the
-target would generate: the assistant's content and the token that ends its turn. They are found by comparing renderings of
-growing prefixes, not by patterns.
+target would generate: the assistant's content or tool calls, and the token that ends its turn. They are found by comparing
+renderings of growing prefixes, and of messages that differ in one place, not by patterns. Where that does not lead to the
+turn, the row is left out and counted, as is one of which the template does not show a message or a call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,16 +26,27 @@ import numpy as np
 from specdec.core import first_line
 
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant"}
-_STAND_IN = "specdec0stand0in"  # plain letters: templates that trim or split content leave it alone
+_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant",
+    "function_call": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+# Contents that share neither their first nor their last letter: what two renderings with them have in common is exactly what
+# the template puts around a content. Plain letters, which templates that trim or split content leave alone.
+_STAND_INS = ("firstspecdecone", "anotherspecdectwo")
+# Columns that are no part of a conversation: its name, and what train/prepare.py notes about it.
+_METADATA = frozenset(("id", "conversation_id", "category", "temperature", "finish_reason"))
+# Columns that token ids are made of, so that a row with both is read whole.
+_TEXTS = frozenset(("messages", "conversations", "prompt", "response", "text", "tools", "functions", "system"))
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """token_ids of a conversation; loss_mask: 1 where the token is one that the target would have generated."""
+    """token_ids of a conversation; loss_mask: 1 where the token is one that the target would have generated; num_merged:
+    earlier answers of which a token reaches over the border, so that only the tokens inside are supervised."""
 
     token_ids: list[int]
     loss_mask: list[int]
+    num_merged: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,100 +60,485 @@ class Sample:
     part_of: str | None = None
 
 
+@dataclass
+class Conversation:
+    """Messages as chat templates spell them, the tools that they may call, and the fields of the row that nothing reads."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    unused: set[str] = field(default_factory=set)
+
+
+class _Refused(ValueError):
+    """Messages that a template does not take."""
+
+
 class UnstableTemplate(ValueError):
-    """A template that renders an assistant's turn differently once later turns follow."""
+    """A template that renders an assistant's turn differently once later turns follow, or otherwise than decoding begins it."""
+
+
+# ---------------------------------------------------------------- rendering
 
 
 def render(
-    messages: Sequence[dict[str, Any]], tokenizer: Any, max_length: int | None = None, **template_kwargs: Any
+    messages: Sequence[dict[str, Any]],
+    tokenizer: Any,
+    max_length: int | None = None,
+    *,
+    tools: Any = None,
+    eos_token_ids: Iterable[int] | None = None,
+    **template_kwargs: Any,
 ) -> Rendered:
     """Tokens and loss mask of one conversation.
 
-    messages: {"role", "content"} in order; what comes after the last assistant turn is left out. Up to each assistant turn the
-    tokens are those of `apply_chat_template(messages before it, add_generation_prompt=True, **template_kwargs)`. What a
-    template puts between that and the content by itself, such as an empty thinking block, is not supervised. max_length: most
-    tokens; the rest is cut off, which may leave nothing supervised.
-    Raises ValueError, one line, if there is no assistant turn or the template refuses the messages; UnstableTemplate if it
-    renders a turn differently once later ones follow.
+    messages: {"role", "content"} in order, an assistant's with "tool_calls" beside or instead of content; an assistant's turn
+    of "weight" 0 is not supervised, and what comes after the last supervised turn is left out. Up to each supervised turn the
+    tokens are those of `apply_chat_template(messages before it, add_generation_prompt=True, **template_kwargs)`; only where
+    that opens a thinking block, and the one answer has none, the turn begins as the template begins it. What a template puts
+    in front of the content by itself, such as an empty thinking block, is not supervised.
+    max_length: most tokens; the rest is cut off, which may leave nothing supervised.
+    tools: JSON schemas of functions for the template, or their JSON text.
+    eos_token_ids: what ends a generation of the target; None: the tokenizer's eos token.
+    Raises ValueError, one line, if there is no turn to supervise, or the template refuses the messages or does not show one;
+    UnstableTemplate if it renders a turn differently once later ones follow.
     """
+    conversation = Conversation([_message(message) for message in messages], _tools(tools))
+    template = _Template(tokenizer, template_kwargs, eos_token_ids)
+    spelled = _checked(conversation, template)
+    return _cut(_render(spelled, _supervised(spelled), template), max_length)
+
+
+def _cut(rendered: Rendered, max_length: int | None) -> Rendered:
+    return Rendered(rendered.token_ids[:max_length], rendered.loss_mask[:max_length], rendered.num_merged)
+
+
+def _supervised(messages: Sequence[dict[str, Any]]) -> list[int]:
+    """The places of the turns that are to be learnt."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    token_ids, loss_mask = _render(messages, turns, tokenizer, template_kwargs)
-    return Rendered(token_ids[:max_length], loss_mask[:max_length])
-
-
-def _render(
-    messages: Sequence[dict[str, Any]], turns: list[int], tokenizer: Any, template_kwargs: dict[str, Any]
-) -> tuple[list[int], list[int]]:
-    """As `render`, supervising the assistant turns at these places only, and ending with the last of them."""
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; give rows with prompt and response, or input_ids and loss_mask")
     if not turns:
         raise ValueError("no assistant turn")
+    weighted = [place for place in turns if messages[place].get("weight", 1)]
+    if not weighted:
+        raise ValueError("every assistant turn has weight 0")
+    return weighted
 
-    def text_of(part: Sequence[dict[str, Any]], generate: bool = False) -> str:
+
+class _Template:
+    """A tokenizer's chat template with its arguments, and what ends a generation of the target (None: the tokenizer's eos)."""
+
+    def __init__(self, tokenizer: Any, kwargs: dict[str, Any], eos_token_ids: Iterable[int] | None = None):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                "the tokenizer has no chat template; give rows with prompt and response, or input_ids and loss_mask"
+            )
+        self.tokenizer, self.kwargs = tokenizer, dict(kwargs)
+        self.knows_eos = eos_token_ids is not None
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos = frozenset(own if eos_token_ids is None else eos_token_ids)
+
+    def text(self, messages: Sequence[dict[str, Any]], generate: bool = False) -> str:
+        """What the messages are rendered to; generate: with what begins an answer. Raises ValueError if they are refused."""
+        plain = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         try:
-            text = tokenizer.apply_chat_template(list(part), tokenize=False, add_generation_prompt=generate, **template_kwargs)
+            text = self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **self.kwargs)
         except Exception as error:
-            raise ValueError(f"the chat template refuses the messages ({first_line(error)})") from None
+            raise _Refused(f"the chat template refuses the messages ({first_line(error)})") from None
         return str(text)
 
-    def ids_of(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def around(self, *variants: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        """What renderings of messages that differ in one place have in common: (before that place, behind it)."""
+        first, second = map(self.text, variants)
+        if first == second:
+            raise ValueError(f"a message of role {variants[0][-1]['role']!r} that the chat template does not show")
+        length = _num_shared(first[::-1], second[::-1])
+        return first[: _num_shared(first, second)], first[len(first) - length :]
 
-    whole = text_of(messages[: turns[-1] + 1])
+    def equal(self, text: str, messages: Sequence[dict[str, Any]]) -> bool:
+        """Whether the messages are rendered to this text; what is refused is not."""
+        with contextlib.suppress(ValueError):
+            return self.text(messages) == text
+        return False
+
+    def shows(self, messages: list[dict[str, Any]], place: int, text: str, other: dict[str, Any]) -> bool:
+        """Whether the rendering would be another than `text` (that of `messages`) with this other message at a place, or, where
+        the template refuses that, with none."""
+        for variant in ([other], []):
+            with contextlib.suppress(ValueError):
+                return self.text([*messages[:place], *variant, *messages[place + 1 :]]) != text
+        return True
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Where in the text each token begins and ends; nothing if the tokenizer does not know."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            return []
+        return list(self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
+
+    def ends(self, token: int) -> bool:
+        """Whether a turn can end with this token."""
+        return token in self.eos or _is_special(self.tokenizer, token)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An assistant's turn in text. prompt: what decoding begins with; text: that and the turn; start: where in `text` the
+    supervised part begins; num_tail: how many tokens of `text` come after the one that ends the turn."""
+
+    prompt: str
+    text: str
+    start: int
+    num_tail: int
+
+
+def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Template) -> Rendered:
+    """As `render`, supervising the assistant turns at these places only, and ending with the last of them."""
+    whole = template.text(messages[: turns[-1] + 1])
     token_ids: list[int] = []
     spans: list[tuple[int, int]] = []  # of supervised tokens
+    chars: list[tuple[int, int]] = []  # and of the text that they stand for
+    merged: set[int] = set()
     for place in turns:
-        before, through = text_of(messages[:place], True), text_of(messages[: place + 1])
-        # what stands in front of the content by itself, without a message's other fields, and behind it with them
-        head = text_of([*messages[:place], {"role": "assistant", "content": _STAND_IN}]).rpartition(_STAND_IN)[0]
-        closing = text_of([*messages[:place], {**messages[place], "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
-        if not (through.startswith(before) and head.startswith(before) and through.endswith(closing)):
-            raise UnstableTemplate(
-                "the chat template renders an answered turn otherwise than its generation prompt and the content; "
-                "keep the token ids when generating, as train/prepare.py does"
-            )
+        through = whole if place == turns[-1] else template.text(messages[: place + 1])
+        turn = _turn(messages, place, through, template, alone=len(turns) == 1)
         if not whole.startswith(through):
             raise UnstableTemplate(
                 "the chat template renders an assistant turn otherwise once later turns follow; give one sample per turn"
             )
-        # the turn ends with the first special token of what closes it; if there is none, with the content
-        closing_ids = ids_of(closing)
-        special = [i for i, token in enumerate(closing_ids) if _is_special(tokenizer, token)]
-        if not special:
-            through = through[: len(through) - len(closing)]
-        num_tail = len(closing_ids) - special[0] - 1 if special else 0
-
-        prefix, joint = ids_of(before), ids_of(through)
+        prefix, joint = template.ids(turn.prompt), template.ids(turn.text)
         # a token may reach over the border that decoding has between prompt and answer: then the answer stands alone
-        answer = joint[len(prefix) :] if joint[: len(prefix)] == prefix else ids_of(through[len(before) :])
+        answer = joint[len(prefix) :] if joint[: len(prefix)] == prefix else template.ids(turn.text[len(turn.prompt) :])
         inserted: list[int] = []
-        if (opening := head[len(before) :]).strip() and through.startswith(head):
-            opened = ids_of(head)
-            inserted = opened[len(prefix) :] if opened[: len(prefix)] == prefix else ids_of(opening)
+        if opening := turn.text[len(turn.prompt) : turn.start]:
+            opened = template.ids(turn.text[: turn.start])
+            inserted = opened[len(prefix) :] if opened[: len(prefix)] == prefix else template.ids(opening)
             if answer[: len(inserted)] != inserted:  # a token reaches over this border: likewise
-                answer = [*inserted, *ids_of(through[len(head) :])]
-        answer = answer[: len(answer) - num_tail]
+                answer = [*inserted, *template.ids(turn.text[turn.start :])]
+        answer = answer[: len(answer) - turn.num_tail]
+        if messages[place].get("tool_calls") and template.eos.intersection(answer[len(inserted) : -1]):
+            raise ValueError("a turn with tool calls that the chat template ends before its end")
 
-        # an earlier answer whose tokens are others as part of this prompt is history only
-        common = next((i for i, (a, b) in enumerate(zip(token_ids, prefix, strict=False)) if a != b), len(token_ids))
-        spans = [span for span in spans if span[1] <= common]
+        common = _num_shared(token_ids, prefix)
+        changed = [number for number, span in enumerate(spans) if span[1] > common]
+        if changed:  # an earlier answer has other tokens as part of this prompt
+            offsets = template.offsets(turn.prompt)
+            for number in changed:
+                spans[number] = _inside(spans[number], chars[number], common, offsets)
+            merged.update(changed)
         spans.append((len(prefix) + len(inserted), len(prefix) + len(answer)))
+        ends = template.offsets(turn.text)[: -turn.num_tail] if turn.num_tail and place != turns[-1] else []
+        chars.append((turn.start, ends[-1][1] if ends else len(turn.text)))
         token_ids = prefix + answer
 
     loss_mask = np.zeros(len(token_ids), dtype=np.int64)
     for first, last in spans:
         loss_mask[first:last] = 1
-    return token_ids, loss_mask.tolist()
+    return Rendered(token_ids, loss_mask.tolist(), len(merged))
+
+
+def _inside(span: tuple[int, int], chars: tuple[int, int], common: int, offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The tokens of a prompt that lie wholly inside of an earlier answer's text; without offsets, those of the answer's own
+    that stand before `common`, where the tokens begin to be others."""
+    if not offsets:
+        return span[0], max(span[0], common)
+    inside = [i for i, (first, last) in enumerate(offsets) if chars[0] <= first < last <= chars[1]]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+
+def _turn(messages: Sequence[dict[str, Any]], place: int, through: str, template: _Template, alone: bool) -> _Turn:
+    """The assistant's turn at this place. through: the rendering up to it; alone: it may begin otherwise than the generation
+    prompt, where that opens a thinking block."""
+    before, message = messages[:place], messages[place]
+    calls = message.get("tool_calls")
+    # what stands around a content by itself, and behind this message's content or calls, with its other fields
+    head, plain_closing = template.around(*([*before, {"role": "assistant", "content": text}] for text in _STAND_INS))
+    closing = plain_closing
+    if set(message) - {"role", "content", "weight"}:
+        _, closing = template.around(*([*before, _varied(message, text)] for text in _STAND_INS))
+    prompt, text, start = _begun(template, before, message, head, through, closing, alone)
+    if calls:  # the variants may have more in common with each other than with this one, as the brackets of an empty list
+        num_shared = _num_shared(through[::-1], closing[::-1])
+        rest, closing = closing[: len(closing) - num_shared], closing[len(closing) - num_shared :]
+        differs = any(template.ends(token) for token in template.ids(rest))
+    else:
+        differs = not through.endswith(closing)
+    if differs:
+        raise UnstableTemplate("the chat template closes an answered turn otherwise than one with another content")
+
+    closing_ids = template.ids(closing)
+    special = [i for i, token in enumerate(closing_ids) if template.ends(token)]
+    # calls are followed by what closes them; a content by its end at once, if the target's own are not known
+    near = [i for nth, i in enumerate(special) if i == special[0] + nth or calls or template.knows_eos]
+    final = [i for i in near if closing_ids[i] in template.eos]
+    if not final and (opener := _opener(messages, place, template)):
+        return _Turn(prompt, text + opener, start, 0)
+    if not final and calls:  # as a turn without calls ends, else what closes the calls
+        plain = [token for token in template.ids(plain_closing) if template.ends(token)][:1]
+        final = [i for i in special if closing_ids[i] in plain] or special[-1:]
+    final = final or special
+    if final:  # some templates have a last system message there
+        begins = [token for token in template.ids(_begins(template, before)) if template.ends(token)]
+        if begins and begins[0] in closing_ids[: final[0]]:
+            raise UnstableTemplate("the chat template puts another turn before the end of one")
+        return _Turn(prompt, text, start, len(closing_ids) - final[0] - 1)
+    if not text.endswith(plain_closing):
+        raise UnstableTemplate("the chat template closes a turn with tool calls otherwise than one without")
+    return _Turn(prompt, text[: len(text) - len(plain_closing)], start, 0)  # no token ends it: it ends with the content
+
+
+def _begins(template: _Template, before: Sequence[dict[str, Any]]) -> str:
+    """What the template adds for an answer to begin; nothing if it does not, or does so always."""
+    history, prompt = template.text(before), template.text(before, generate=True)
+    return prompt[len(history) :] if prompt.startswith(history) else ""
+
+
+_TAG = re.compile(r"[<\[][^<>\[\]]*[>\]]")
+
+
+def _begun(
+    template: _Template,
+    before: Sequence[dict[str, Any]],
+    message: dict[str, Any],
+    head: str,
+    through: str,
+    closing: str,
+    alone: bool,
+) -> tuple[str, str, int]:
+    """(prompt, prompt and turn, where in that the supervised text begins). head: what the template puts in front of a content;
+    through: what it makes of the turn, with `closing` behind the content."""
+    prompt = template.text(before, generate=True)
+    calls = message.get("tool_calls")
+    content = "" if calls else message["content"].strip()
+    hidden = ""  # of the content: some templates take its thinking block away, which the target generates
+    if (
+        content
+        and through.startswith(head)
+        and content.endswith(shown := through[len(head) : len(through) - len(closing)].strip())
+    ):
+        hidden = content[: len(content) - len(shown)].strip()
+        hidden = "" if head.rstrip().endswith(hidden) else hidden
+    if through.startswith(prompt) and not hidden:
+        inserted = through.startswith(head) and head[len(prompt) :].strip()
+        return prompt, through, len(head) if inserted else len(prompt)
+
+    # the prompt may have a thinking block that the turn lacks: open, for the target to think, or closed, for it not to
+    other = through if calls else head
+    shared = _num_shared(prompt, other)
+    fork = max((tag.start() for tag in _TAG.finditer(prompt) if tag.start() <= shared), default=0)
+    fork = shared if shared == len(other) else fork
+    block = prompt[fork:]
+    tags = _TAG.findall(block)
+    begins = _begins(template, before)
+    if alone and hidden and not block:
+        if not prompt.rstrip().endswith([hidden, *_TAG.findall(hidden)][-1]):
+            return prompt, prompt + content + closing, len(prompt)
+    elif alone and not hidden and through.startswith(head) and begins and head.endswith(begins):
+        return prompt, prompt + through[len(head) :], len(prompt)  # only what came before is rendered otherwise
+    elif alone and block.strip() and (not begins or fork > len(prompt) - len(begins)):
+        if len(tags) < 2 and content and content.startswith(block.strip()):
+            thought = content[len(block.strip()) :].removeprefix(block[len(block.rstrip()) :])
+            return prompt, prompt + thought + closing, len(prompt)
+        if len(tags) < 2 and hidden:
+            return prompt, prompt + content + closing, len(prompt)
+        begin = len(head) if through.startswith(head) else fork
+        if len(tags) < 2 and (calls or begin == len(head)):
+            return through[:begin], through, begin
+        if (calls or begin == len(head)) and not hidden and not (content and content.startswith(tags[0])):
+            text = prompt + through[begin if block.endswith(through[fork:begin]) else fork :]
+            return prompt, text, len(text) - len(through) + begin
+    raise UnstableTemplate(
+        "the chat template renders an answered turn otherwise than its generation prompt and the content; "
+        "keep the token ids when generating, as train/prepare.py does"
+    )
+
+
+def _opener(messages: Sequence[dict[str, Any]], place: int, template: _Template) -> str:
+    """The token that opens the message after this turn, if the target generates it to end the turn; else nothing."""
+    calls = messages[place].get("tool_calls")
+    own = {key: value for key, value in messages[place].items() if key in ("role", "content", "tool_calls")}
+    bare = own if calls else {**own, "content": _STAND_INS[0]}  # without thoughts, which may go when a turn follows
+    following: dict[str, Any] = {"role": "user", "content": _STAND_INS[1]}
+    if place + 1 < len(messages):
+        following = messages[place + 1]
+    elif calls:
+        following = {"role": "tool", "name": calls[0]["function"]["name"], "content": _STAND_INS[1]}
+        following |= {"tool_call_id": calls[0]["id"]} if "id" in calls[0] else {}
+    try:
+        without = template.text([*messages[:place], bare])
+        text = template.text([*messages[:place], bare, following])
+    except ValueError:  # nothing may follow, so nothing opens
+        return ""
+    added = template.tokenizer.added_tokens_decoder
+    behind = text[len(without) :] if text.startswith(without) else ""
+    openers = [str(added[token]) for token in template.eos if token in added]
+    opener = next((token for token in openers if behind.lstrip().startswith(token)), "")
+    return behind[: behind.index(opener) + len(opener)]
+
+
+def _varied(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """The message with another content, or other arguments to its tool calls."""
+    calls = message.get("tool_calls")
+    varied = {**message, "content": text} if message["content"] or not calls else dict(message)
+    if calls:
+        varied["tool_calls"] = [_with_arguments(call, _values(call, text)) for call in calls]
+    return varied
+
+
+def _values(call: dict[str, Any], text: str) -> Any:
+    """Other arguments for a tool call, of the same types."""
+    arguments = _parsed(call["function"]["arguments"])
+    if not isinstance(arguments, dict):
+        return {text: text}
+    other = {key: _other(value, text) for key, value in arguments.items()}
+    return {text: text} if other == arguments else other
+
+
+def _other(value: Any, text: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _other(inner, text) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_other(inner, text) for inner in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value)(len(text))  # 15 and 17, whose last digits differ
+    return text if isinstance(value, str) else value
+
+
+def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    """The call with other arguments, in the form that it has them in: a mapping, or JSON text."""
+    as_text = isinstance(call["function"]["arguments"], str)
+    given = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+    return {**call, "function": {**call["function"], "arguments": given}}
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments as a mapping, where they are the JSON text of one."""
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many elements two sequences begin with alike."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+def _checked(conversation: Conversation, template: _Template) -> list[dict[str, Any]]:
+    """The messages as the template takes them, which is given the tools. Fields that it does not show are added to
+    `conversation.unused`; a message or a call that it does not show is a ValueError."""
+    if conversation.tools:
+        template.kwargs["tools"] = conversation.tools
+    end = _supervised(conversation.messages)[-1] + 1
+    failure: ValueError | None = None
+    for messages in _spellings(conversation.messages):
+        try:
+            for place in range(end):
+                if messages[place].get("tool_calls"):
+                    _check_calls(messages[: place + 1], template)
+            break
+        except ValueError as error:
+            failure = error if failure is None or isinstance(failure, _Refused) else failure
+    else:
+        assert failure is not None
+        raise failure
+
+    whole = template.text(messages[:end])
+    if conversation.tools and _Template(template.tokenizer, {**template.kwargs, "tools": None}).equal(whole, messages[:end]):
+        conversation.unused.add("tools")
+    # one rendering tells of most contents that they are there; the others are looked into one by one
+    marks = [f"{_STAND_INS[0]}{place}x" for place in range(end)]
+    marked = [{**m, "content": mark} if m["content"] else m for m, mark in zip(messages[:end], marks, strict=True)]
+    found = ""
+    with contextlib.suppress(ValueError):
+        found = template.text(marked)
+    for place, message in enumerate(messages[:end]):
+        content, assistant = (message["content"] or "").strip(), message["role"] == "assistant"
+        fields = {key for key in message if message[key] not in _NOTHING} - {"role", "content", "tool_calls"}
+        fields -= {"weight"} if assistant or not message.get("weight") else set()
+        if (not content or (marks[place] in found and content in whole)) and not fields:
+            continue
+        # a turn's own rendering has more of it than that with later ones, which may drop thoughts
+        part = messages[: place + 1] if assistant else messages[:end]
+        text = whole if len(part) == end else template.text(part)
+        if content and not all(
+            template.shows(part, place, text, {**message, "content": other}) for other in (marks[place], "")
+        ):
+            if not message.get("tool_calls"):
+                raise ValueError(f"a message of role {message['role']!r} that the chat template does not show")
+            conversation.unused.add("messages.content beside tool_calls")
+        for key in fields:
+            if not template.shows(part, place, text, {own: message[own] for own in message if own != key}):
+                conversation.unused.add(f"messages.{key}")
+    return messages
+
+
+def _check_calls(messages: list[dict[str, Any]], template: _Template) -> None:
+    """Raises ValueError unless the tool calls of the last message are in its rendering, as JSON or text and not as Python."""
+    place, message = len(messages) - 1, messages[-1]
+    text, calls = template.text(messages), message["tool_calls"]
+    if message["content"] is None and "None" in text:
+        empty = template.text([*messages[:-1], {**message, "content": ""}])
+        if text.count("None") > empty.count("None"):
+            raise ValueError("the chat template writes None for a content of null")
+    for number, call in enumerate(calls):
+        function, arguments = call["function"], call["function"]["arguments"]
+        shown = str(arguments) if isinstance(arguments, dict) else json.dumps(arguments)[1:-1]
+        plain = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+        if shown != plain and shown in text:
+            raise ValueError("the chat template writes the arguments of a tool call in the notation of Python")
+        others = [{**call, "function": {**function, "name": _STAND_INS[function["name"] == _STAND_INS[0]]}}]
+        if "id" in call:  # it may hold the name; its length may matter
+            others[0]["id"] = "".join("b" if letter == "a" else "a" for letter in str(call["id"]))
+        if _parsed(arguments):
+            others.append(_with_arguments(call, _values(call, _STAND_INS[0])))
+        for other in others:
+            changed = {**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]}
+            if not template.shows(messages, place, text, changed):
+                raise ValueError("a tool call that the chat template does not show")
+
+
+def _spellings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages in the forms that templates expect of tool calls: arguments as a mapping or as JSON text, an empty content
+    as given or as the other of null and no text."""
+    if not any(message.get("tool_calls") for message in messages):
+        yield messages
+        return
+    for as_text in (False, True):
+        for other in (False, True):
+            spelled = []
+            for message in messages:
+                if calls := message.get("tool_calls"):
+                    content = ("" if message["content"] is None else None) if other else message["content"]
+                    message = {**message, "content": message["content"] or content}
+                    message["tool_calls"] = [_spelled(call, as_text) for call in calls]
+                spelled.append(message)
+            yield spelled
+
+
+def _spelled(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if not as_text:
+        arguments = _parsed(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def user_frame(tokenizer: Any) -> tuple[str, list[int]]:
     """What the chat template puts in front of a first user turn, and the special token that ends one (a list: there may be
-    none)."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _STAND_IN}], tokenize=False)
-    before, _, closing = text.rpartition(_STAND_IN)
-    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
-    return before, [token for token in ids if _is_special(tokenizer, token)][:1]
+    none). Raises ValueError, one line, if the template does not take or show one."""
+    template = _Template(tokenizer, {})
+    before, closing = template.around(*([{"role": "user", "content": text}] for text in _STAND_INS))
+    return before, [token for token in template.ids(closing) if _is_special(tokenizer, token)][:1]
 
 
 def _is_special(tokenizer: Any, token: int) -> bool:
@@ -152,12 +551,15 @@ def _is_special(tokenizer: Any, token: int) -> bool:
 
 @dataclass
 class Loaded:
-    """What a source held. skipped: how many rows were left out, by reason; listed: where they were."""
+    """What a source held. skipped: how many rows were left out, by reason; listed: where they were; unused: how many rows had a
+    field that nothing read; num_merged: as in `Rendered`."""
 
     samples: list[Sample] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     listed: dict[str, list[str]] = field(default_factory=dict)
     header: dict[str, Any] | None = None
+    unused: Counter[str] = field(default_factory=Counter)
+    num_merged: int = 0
 
     def skip(self, where: str, reason: str) -> None:
         self.skipped[reason] += 1
@@ -169,6 +571,26 @@ class Loaded:
         kinds = [f"{count} {reason} (first: {self.listed[reason][0]})" for reason, count in self.skipped.most_common()]
         return "; ".join(kinds)
 
+    @property
+    def notes(self) -> list[str]:
+        """A line for each kind of thing that was given and does not train."""
+        notes = []
+        if self.skipped:
+            notes.append(f"{self.skipped.total()} rows were left out: {self.said}")
+        if self.unused:
+            notes.append(unused_note(self.unused))
+        if self.num_merged:
+            notes.append(
+                f"{self.num_merged} earlier answers have a token that reaches over their border, which is not supervised; "
+                "those inside are"
+            )
+        return notes
+
+
+def unused_note(unused: Counter[str]) -> str:
+    """Fields of rows that nothing read, in a line."""
+    return "fields that are not used: " + ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common())
+
 
 def load(
     source: str | Path,
@@ -177,14 +599,18 @@ def load(
     max_length: int | None = None,
     limit: int | None = None,
     split: str = "train",
+    *,
+    eos_token_ids: Iterable[int] | None = None,
     **template_kwargs: Any,
 ) -> Loaded:
     """Read a training set: a JSON-lines file (.jsonl, .jsonl.gz), a datasets directory, or a hub id.
 
     A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
-    `input_ids` and `loss_mask`, or plain `text`, of which every token is supervised; `id` is optional. A row that cannot be
-    used is skipped and counted. A conversation whose template changes earlier turns becomes one sample per assistant turn.
-    limit: most rows to read. Raises ValueError, one line, if nothing usable is left.
+    `input_ids` and `loss_mask`, or plain `text`, of which every token is supervised; `id` is optional. A conversation may have
+    `tools` (JSON schemas, or their JSON text) and `system`, a message in front. A row that cannot be used is skipped and
+    counted, and so is a field that nothing reads. A conversation whose template changes earlier turns, or begins a turn
+    otherwise than decoding, becomes one sample per assistant turn.
+    limit: most rows to read; eos_token_ids: as in `render`. Raises ValueError, one line, if nothing usable is left.
     """
     if max_length is not None and max_length < 3:
         raise ValueError(f"data.max_length={max_length}: at least 3 tokens are needed to supervise one")
@@ -199,10 +625,12 @@ def load(
             continue
         num_rows += 1
         try:
-            parts = _rendered(row, tokenizer, vocab_size, max_length, template_kwargs)
+            parts, unused = _rendered(row, tokenizer, vocab_size, max_length, eos_token_ids, template_kwargs)
         except ValueError as error:
             loaded.skip(where, str(error))
             continue
+        loaded.unused.update(sorted(unused))
+        loaded.num_merged += sum(part.num_merged for part in parts)
         name = str(row.get("id", row.get("conversation_id", where)))
         for turn, part in enumerate(parts, 1):
             if max(part.token_ids, default=0) >= vocab_size:
@@ -230,13 +658,15 @@ def load_group(given: dict[str, Any], target: Any) -> Loaded:
     most, supervise = target.max_model_len, given["supervise"]
     if supervise not in ("generated", "all"):
         raise ValueError(f"data.supervise={supervise}: use generated (what the target would say) or all (every token)")
+    max_length = most if given["max_length"] is None else min(given["max_length"], most)
     loaded = load(
         given["path"] or DEMO,
         target.tokenizer,
         target.vocab_size,
-        min(given["max_length"] or most, most),
+        max_length,
         given["limit"],
         given["split"],
+        eos_token_ids=target.eos_token_ids,
         **(given["template_kwargs"] or {}),
     )
     if supervise == "all":
@@ -275,62 +705,189 @@ def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:
     except Exception as error:
         raise ValueError(f"data.path={source}: cannot be read as a dataset ({first_line(error)})") from None
     for number, row in enumerate(table):
-        yield f"row {number}", _given(row)
+        yield f"row {number}", _given(row, deep=True)
 
 
-def _given(row: Any) -> Any:
-    """A table has every column in every row, and every key in every message; null says that it was not given."""
-    return {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else row
+def _given(row: Any, deep: bool = False) -> Any:
+    """A table has every column in every row, and every key in every message; null says that it was not given. deep: in
+    objects within the row, too, such as the arguments of a call and schemas of tools, where JSON lines mean what they say."""
+    if deep and isinstance(row, list):
+        return [_given(value, deep) for value in row]
+    if not isinstance(row, dict):
+        return row
+    return {key: _given(value, deep) if deep else value for key, value in row.items() if value is not None}
 
 
-def messages_of(row: Any) -> list[dict[str, Any]]:
-    """The conversation of a row, as role/content. Raises ValueError with the reason if there is none."""
+def conversation_of(row: Any) -> Conversation:
+    """The conversation of a row, as chat templates spell it. Raises ValueError with the reason if there is none."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
+    used = {"messages" if "messages" in row else "conversations", "system", "tools" if row.get("tools") else "functions"}
     given = row.get("messages", row.get("conversations"))
     if given is None:
         prompt, response = row.get("prompt"), row.get("response")
         if prompt is None or response is None:
             raise ValueError("no messages, conversations, prompt and response, input_ids and loss_mask, or text")
+        used |= {"prompt", "response"}
         given = [*(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
         given += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise ValueError("messages are not a list of objects")
-    messages = []
-    for message in map(_given, given):
-        role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError("a message without role and text content")
+    messages = [_message(message) for message in given]
+    if system := row.get("system"):
+        first = _message({"role": "system", "content": system})
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, first)
+        elif messages[0]["content"] != system:
+            raise ValueError("a system column beside another system message")
+    return Conversation(messages, _tools(row.get("tools") or row.get("functions")), _unused(row, used))
+
+
+def prompts_of(row: Any, tokenizer: Any) -> Conversation:
+    """A leading system message and the user turns of a row (`turns`, or a conversation of which the answers are left out), with
+    its tools. Raises ValueError with the reason if there are none, or a message would be lost."""
+    if isinstance(row, dict) and "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError("turns are not a list of texts")
+        other = {key: row[key] for key in row if key not in ("turns", "messages")}
+        conversation = conversation_of(other | {"messages": [{"role": "user", "content": turn} for turn in turns]})
+        conversation.unused |= _unused(row, {*other, "turns"})
+    else:
+        conversation = conversation_of(row)
+    prompts: list[dict[str, Any]] = []
+    for place, message in enumerate(conversation.messages):
+        if message["role"] == "user" or (message["role"] == "system" and place == 0):
+            prompts.append({"role": message["role"], "content": message["content"]})
+            conversation.unused |= {f"messages.{key}" for key in _unused(message, ("role", "content"))}
+        elif message["role"] != "assistant":
+            raise ValueError(f"a message of role {message['role']!r} between the turns, which would be lost")
+    turns = [message["content"] for message in prompts if message["role"] == "user"]
+    if not turns or not all(turn.strip() for turn in turns):
+        raise ValueError("turns are not a list of texts")
+    conversation.messages = prompts
+    if not tokenizer.chat_template:
+        conversation.unused |= {"tools"} if conversation.tools else set()
+        return conversation
+    template = _Template(tokenizer, {"tools": conversation.tools})
+    first = prompts[: len(prompts) - len(turns) + 1]
+    template.text(first, generate=True)
+    text = template.text(first)
+    if len(first) == 2 and not template.shows(first, 0, text, {**first[0], "content": _STAND_INS[0]}):
+        raise ValueError("a message of role 'system' that the chat template does not show")
+    if conversation.tools and _Template(tokenizer, {}).equal(text, first):
+        conversation.unused.add("tools")
+    return conversation
+
+
+def _unused(row: dict[str, Any], used: Iterable[str]) -> set[str]:
+    return {key for key, value in row.items() if key not in _METADATA and key not in used and value not in _NOTHING}
+
+
+def _message(given: Any) -> dict[str, Any]:
+    """A message as chat templates spell it: role, content, tool_calls, and what else it has. Raises ValueError with the
+    reason if it has no role, or neither content nor calls."""
+    if not isinstance(given, dict):
+        raise ValueError("messages are not a list of objects")
+    message = _given(given)
+    for key, other in (("role", "from"), ("content", "value")):
+        if key not in message and other in message:
+            message[key] = message.pop(other)
+    role, content, calls = message.get("role"), message.get("content"), message.pop("tool_calls", None) or []
+    if role == "function_call" and not calls:  # the content is the JSON text of one call or of several
         try:
-            (role + content).encode()
-        except UnicodeEncodeError:
-            raise ValueError("a message with half of a surrogate pair, which is no text") from None
-        messages.append({**message, "role": _ROLES.get(role, role), "content": content})
-    return messages
+            calls, content = json.loads(content), None
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError("a message of role 'function_call' that is not JSON") from None
+        calls = calls if isinstance(calls, list) else [calls]
+    elif "function_call" in message and not calls:
+        calls = [message.pop("function_call")]
+    if not isinstance(role, str) or not (isinstance(content, str) or (content is None and calls)):
+        raise ValueError("a message without role and text content")
+    message = {**message, "role": _ROLES.get(role, role), "content": content}
+    if calls:
+        if message["role"] != "assistant":
+            raise ValueError(f"a message of role {role!r} with tool calls, which only an assistant makes")
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls are not a list")
+        message["tool_calls"] = [_call(call) for call in calls]
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f"a message of weight {message['weight']!r}; 0 and 1 are known")
+    _check_text(message)
+    return message
 
 
-def _rendered(row: Any, tokenizer: Any, vocab_size: int, max_length: int | None, kwargs: dict[str, Any]) -> list[Rendered]:
+def _call(given: Any) -> dict[str, Any]:
+    """A tool call as chat templates spell it: {"type", "function": {"name", "arguments"}}, perhaps with an id."""
+    if isinstance(given, dict) and "function" not in given:
+        given = {"function": given}
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call without the name of a function")
+    arguments = {} if function.get("arguments") is None else function["arguments"]
+    if not isinstance(arguments, (dict, str)):
+        raise ValueError("a tool call whose arguments are neither an object nor JSON text")
+    return {"type": "function", **_given(given), "function": {**function, "arguments": arguments}}
+
+
+def _tools(given: Any) -> list[dict[str, Any]] | None:
+    """Tools as chat templates expect them: a list of {"type", "function": schema}; None if there are none."""
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise ValueError("tools are not JSON") from None
+    if given in _NOTHING or (isinstance(given, str) and not given.strip()):
+        return None
+    tools = given if isinstance(given, list) else [given]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools are not a list of objects")
+    _check_text(tools)
+    return [tool if "name" not in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a message with half of a surrogate pair, which is no text") from None
+    except RecursionError:
+        raise ValueError("a message whose objects are nested too deeply") from None
+
+
+def _rendered(
+    row: Any,
+    tokenizer: Any,
+    vocab_size: int,
+    max_length: int | None,
+    eos_token_ids: Iterable[int] | None,
+    kwargs: dict[str, Any],
+) -> tuple[list[Rendered], set[str]]:
+    """(the samples of a row, its fields that nothing reads)."""
     if isinstance(row, dict) and "input_ids" in row:
-        return [_pretokenized(row, vocab_size, max_length)]
+        return [_pretokenized(row, vocab_size, max_length)], _unused(row, {"input_ids", "loss_mask", *_TEXTS})
     if isinstance(row, dict) and isinstance(row.get("text"), str) and not {"messages", "conversations", "prompt"} & set(row):
         ids = tokenizer(row["text"])["input_ids"][:max_length]
-        return [Rendered(ids, [1] * len(ids))]
-    messages = messages_of(row)
+        return [Rendered(ids, [1] * len(ids))], _unused(row, {"text"})
+    conversation = conversation_of(row)
+    messages = conversation.messages
     if not tokenizer.chat_template and isinstance(row.get("prompt"), str) and isinstance(row.get("response"), str):
-        prefix, answer = (
-            tokenizer(row["prompt"])["input_ids"],
-            tokenizer(row["response"], add_special_tokens=False)["input_ids"],
-        )
+        *before, question, response = (message["content"] for message in messages)
+        prefix = list(tokenizer("\n\n".join([*before, question]))["input_ids"])
+        answer = [*tokenizer(response, add_special_tokens=False)["input_ids"]]
         answer = [*answer, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]
-        return [Rendered([*prefix, *answer][:max_length], ([0] * len(prefix) + [1] * len(answer))[:max_length])]
+        rendered = Rendered([*prefix, *answer], [0] * len(prefix) + [1] * len(answer))
+        return [_cut(rendered, max_length)], conversation.unused | ({"tools"} if conversation.tools else set())
+    template = _Template(tokenizer, kwargs, eos_token_ids)
+    messages = _checked(conversation, template)
+    turns = _supervised(messages)
     try:
-        return [render(messages, tokenizer, max_length, **kwargs)]
+        parts = [_render(messages, turns, template)]
     except UnstableTemplate:
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         if len(turns) == 1:
             raise
-        parts = [_render(messages, [place], tokenizer, kwargs) for place in turns]
-        return [Rendered(ids[:max_length], mask[:max_length]) for ids, mask in parts]
+        parts = [_render(messages, [place], template) for place in turns]
+    return [_cut(part, max_length) for part in parts], conversation.unused
 
 
 def _pretokenized(row: dict[str, Any], vocab_size: int, max_length: int | None) -> Rendered:
@@ -417,7 +974,7 @@ def mask_token(samples: Iterable[Sample], tokenizer: Any, vocab_size: int, given
 
 def _template_ids(tokenizer: Any) -> list[int]:
     """Tokens that the chat template brings by itself."""
-    turns = [{"role": role, "content": _STAND_IN} for role in ("system", "user", "assistant")]
+    turns = [{"role": role, "content": _STAND_INS[0]} for role in ("system", "user", "assistant")]
     for messages in (turns, turns[1:]) if tokenizer.chat_template else ():
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False)

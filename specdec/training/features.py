@@ -128,7 +128,7 @@ class Online:
         if length > self.target.max_model_len:
             raise ValueError(
                 f"sample {sample.id} has {length} tokens, and {self.target.name} can see {self.target.max_model_len}; "
-                "lower data.max_length"
+                f"lower data.max_length{self.target.why_no_longer}"
             )
         self.cache.reserve(1, length)
         out = self.target.prefill(self.cache, 0, sample.token_n, 0, CHUNK, self.layers)
@@ -138,6 +138,8 @@ class Online:
         if not self.checked:
             self._check(out.logits[-1], hidden_nTD[-1, -1])
         argmax_n, logsumexp_n = teach(self.target, hidden_nTD[:, -1], sample.mask_n)
+        if not logsumexp_n.isfinite().all():
+            raise ValueError(f"sample {sample.id}: {self.target.not_finite}")
         features = Features(hidden_nTD, argmax_n, logsumexp_n)
         if self.kept_bytes + features.num_bytes <= self.keep_bytes:
             self.kept_bytes += features.num_bytes
@@ -170,6 +172,7 @@ def teach(target: CausalLM, last_nD: Tensor, mask_n: np.ndarray) -> tuple[Tensor
 
 def _checked(target: CausalLM, layers: Iterable[int]) -> tuple[int, ...]:
     """Ascending, without duplicates, and with the last layer's output, from which the target's law follows."""
+    target.check_states()
     given = list(layers)
     if not all(type(layer) is int for layer in given):
         raise ValueError(f"layer ids {given!r} must be numbers, such as [2, 15, 27, 30]")

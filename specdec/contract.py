@@ -1,0 +1,332 @@
+"""What the engine needs of a transformers model, found out by a few tokens at load.
+
+Keys and values reach the slot cache through transformers' attention interface, so every layer must call it, exactly once, and
+nothing else may carry one token's content to another. A model that does it another way (a bias on the scores, a mask of its
+own, a recurrent state, positions that it counts itself) would decode garbage without an error. `probe` holds the logits over
+the slot cache against those of transformers' own attention, and on the way learns what no config says reliably: the shapes of
+keys and values, which modules are the decoder layers, and which one is the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging as transformers_logging
+
+from specdec.core import first_line
+from specdec.kv import Refused, SlotCache, Window, slot_attention
+from specdec.linear import PackedLinear
+from specdec.shard import Gathered
+
+ATTENTION, PROBE = "specdec", "specdec_probe"
+AttentionInterface.register(ATTENTION, slot_attention)
+AttentionInterface.register(PROBE, slot_attention)
+
+NUM_TOKENS, NUM_FIRST = 8, 5  # tokens of the probe, and how many of them come in its first forward
+# arguments of the interface that change nothing
+HARMLESS = {
+    "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+    "logits_to_keep",
+}  # fmt: skip
+SINKS = {"s_aux": "attention sinks (s_aux)"}  # what an argument is called, where its name does not say it
+# how far logits may be from transformers' own, as a share of their spread: rounding alone, several times over
+TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.25}
+
+
+@dataclass
+class Contract:
+    """What the probe found.
+
+    kv_shapes: heads, width of keys and width of values of each layer, as this process holds them.
+    vocab_size: columns of the logits.
+    layers: the decoder layers.
+    final_norm: what stands between the last layer and the output layer; the identity if nothing does.
+    no_states: why hidden states cannot be read, or their logits not be derived; empty if they can.
+    """
+
+    kv_shapes: list[tuple[int, int, int]]
+    vocab_size: int
+    layers: nn.ModuleList | None = None
+    final_norm: nn.Module | None = None
+    no_states: str = ""
+
+
+@dataclass
+class Probe:
+    """Takes down what each call of the attention interface brings, and makes room for it in a cache."""
+
+    cache: SlotCache
+    calls: list[int] = field(default_factory=list)
+    masks: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # by address: a mask that was made, and its rule
+    most_positions: int = 2**31
+
+    def mask(self, **given: Any) -> Tensor:
+        """Stands in for transformers' making of masks: notes the rule."""
+        shape = given["batch_size"], 1, given["q_length"], given["kv_length"]
+        mask = torch.zeros(shape, dtype=given.get("dtype", torch.float32), device=given.get("device"))
+        self.masks[mask.data_ptr()] = mask, given["mask_function"]
+        return mask
+
+    def note(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        sliding_window: int | None,
+        unused: dict[str, Any],
+    ) -> None:
+        """One call of the interface. Raises Refused for what the slot cache would not do."""
+        layer = getattr(module, "layer_idx", None)
+        if type(layer) is not int or layer < 0:
+            raise Refused(f"{type(module).__name__} calls transformers' attention interface without the number of its layer")
+        for name, given in unused.items():
+            changes = given is not None and given is not False and name not in HARMLESS
+            if name == "dropout":
+                changes = bool(given)
+            if name == "is_causal":
+                changes = given is False
+            if changes:
+                raise Refused(f"{type(module).__name__} attends with {SINKS.get(name, name)}, which the engine does not know")
+        shapes = [list(x.shape) for x in (query, key, value)]
+        fits = query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2] and key.shape[:2] == value.shape[:2]
+        if not fits or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+            raise Refused(f"{type(module).__name__} attends by tensors of shapes {shapes}, which are not those of one row")
+        if attention_mask is not None:
+            if attention_mask.data_ptr() not in self.masks:
+                raise Refused(f"{type(module).__name__} attends with a mask of its own")
+            self._check_mask(self.masks[attention_mask.data_ptr()][1], sliding_window, module)
+        self.calls.append(layer)
+        self.cache.set_layer(layer, (key.shape[1], key.shape[3], value.shape[3]))
+
+    def _check_mask(self, rule: Any, sliding_window: int | None, module: nn.Module) -> None:
+        """The rule of the mask must be the slot cache's: what is not later, and not further back than the window."""
+        last = min(self.most_positions, 2**31) - 1
+        steps = [0, *(2**i for i in range(31)), *([] if sliding_window is None else [sliding_window - 1, sliding_window])]
+        pairs = [(q, q + sign * step) for q in (0, last // 3, last) for step in steps for sign in (-1, 1)]
+        query, key = torch.tensor([pair for pair in pairs if 0 <= pair[1] <= last]).unbind(1)
+        wanted = key <= query
+        if sliding_window is not None:
+            wanted &= key > query - sliding_window
+        zero = torch.zeros_like(query)
+        try:
+            seen = torch.as_tensor(rule(zero, zero, query, key)).expand_as(wanted).cpu()
+        except Exception as error:  # a rule may read what a text model does not give
+            raise Refused(f"{type(module).__name__} attends with a mask that cannot be read ({first_line(error)})") from None
+        if not torch.equal(seen.bool(), wanted):
+            b = int((seen.bool() != wanted).nonzero()[0])
+            does = "sees" if seen[b] else "does not see"
+            raise Refused(
+                f"{type(module).__name__} attends with a mask that the engine does not know: position {query[b]} {does} "
+                f"position {key[b]}"
+            )
+
+
+def probe(
+    model: Any, dtype: torch.dtype, device: torch.device, cap: Callable[[Tensor], Tensor], most_positions: int = 2**31
+) -> Contract:
+    """Hold a loaded model to the contract. Its attention implementation is `ATTENTION`, before and after.
+
+    dtype, device: of keys and values.
+    cap: what the architecture does to the output layer's result.
+    most_positions: how long a row may become.
+    Raises Refused with the reason.
+    """
+    config = model.config.get_text_config()
+    loud = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    cache = SlotCache([], dtype, device)
+    cache.reserve(2, NUM_TOKENS)
+    recorder = Probe(cache, most_positions=most_positions)
+    AttentionMaskInterface.register(PROBE, recorder.mask)
+    token_N = torch.tensor(_tokens(config), device=device)
+
+    def forward(start: list[int], counts: list[int], probe: Probe | None, keep: Tensor | None = None) -> Tensor:
+        tokens = torch.cat([token_N[first : first + count] for first, count in zip(start, counts, strict=True)])
+        return call(model, tokens, Window(cache, 0, np.array(start), np.array(counts), probe), keep)
+
+    try:
+        with torch.no_grad():
+            _use(model, PROBE)
+            with _Watched(model) as watched:
+                first = forward([0], [NUM_FIRST], recorder)
+            layers = _layers(model, recorder.calls)
+            if first.shape != (NUM_FIRST, config.vocab_size):
+                raise Refused(f"its logits are {first.shape[-1]} wide, and its config has vocab_size={config.vocab_size}")
+            _use(model, ATTENTION)
+            # the first row goes on from its cache, the second begins beside it; of some tokens nobody wants logits
+            keep = torch.arange(1, 2 * NUM_TOKENS - NUM_FIRST, device=device)
+            later = forward([NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], None, keep)
+            own = _reference(model, token_N)
+            _compare(first, own[:NUM_FIRST], dtype, "its attention or its positions are made of more than the engine gives it")
+            _compare(later, torch.cat([own[NUM_FIRST:], own])[1:], dtype, "it counts positions, or keeps a state, by itself")
+            norm, no_states = watched.between(layers, first, cap, config.hidden_size)
+        return Contract(cache.layers, first.shape[-1], layers, norm, no_states)
+    except Refused:
+        raise
+    except Exception as error:  # whatever a model does with arguments that it does not know
+        raise Refused(f"a forward of the engine fails ({first_line(error)})") from None
+    finally:
+        transformers_logging.set_verbosity(loud)
+
+
+def call(model: Any, token_N: Tensor, window: Window, keep: Tensor | None = None) -> Tensor:
+    """Logits [N, V] of one forward over the slot cache, or [len(keep), V] of the tokens at these places."""
+    logits: Tensor = model(
+        input_ids=token_N.unsqueeze(0),
+        position_ids=window.slot_N.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=0 if keep is None else keep,
+        window=window,
+    ).logits[0]
+    if keep is not None and len(logits) != len(keep):  # some classes pass over `logits_to_keep`
+        return logits[keep]
+    return logits
+
+
+def _reference(model: Any, token_N: Tensor) -> Tensor:
+    """[N, V] logits by transformers' own attention."""
+    _use(model, "eager")
+    try:
+        logits: Tensor = model(input_ids=token_N.unsqueeze(0), use_cache=False).logits[0]
+    except Exception as error:
+        raise Refused(f"its own forward fails, without the engine ({first_line(error)})") from None
+    finally:
+        _use(model, ATTENTION)
+    return logits
+
+
+def _use(model: Any, implementation: str) -> None:
+    model.set_attn_implementation(implementation)
+    if model.config.get_text_config()._attn_implementation != implementation:
+        raise Refused("its attention does not go through transformers' attention interface")
+
+
+def _tokens(config: Any) -> list[int]:
+    """Ids from all over the vocabulary, without those that have a part to play (some models count positions by the padding)."""
+    special: set[int | None] = set()
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        given = getattr(config, key, None)
+        special |= set(given) if isinstance(given, list | tuple) else {given}
+    ordinary = [i for i in (config.vocab_size * k // 64 for k in range(1, 63)) if i not in special]
+    return (ordinary * NUM_TOKENS)[: 7 * NUM_TOKENS : 7]
+
+
+def _layers(model: Any, calls: list[int]) -> nn.ModuleList | None:
+    """Every layer once, in the list of them; None if they lie elsewhere."""
+    if not calls:
+        raise Refused("none of its layers calls transformers' attention interface")
+    for layer in calls:
+        if calls.count(layer) > 1:
+            raise Refused(f"layer {layer} calls transformers' attention interface {calls.count(layer)} times in one forward")
+    num_layers = model.config.get_text_config().num_hidden_layers
+    missing = set(range(max(num_layers, max(calls) + 1))) - set(calls)
+    if missing:
+        raise Refused(f"layer {min(missing)} does not call transformers' attention interface")
+    return layers_of(model, len(calls))
+
+
+def layers_of(model: Any, num_layers: int) -> nn.ModuleList | None:
+    """The list of decoder layers: its place i holds the attention of layer i, and so for all of them."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            numbers = [{getattr(part, "layer_idx", None) for part in child.modules()} - {None} for child in module]
+            if all(own == {i} for i, own in enumerate(numbers)):
+                return module
+    return None
+
+
+def _compare(ours_NV: Tensor, theirs_NV: Tensor, dtype: torch.dtype, why: str) -> None:
+    """Raise Refused unless the logits are the same but for rounding."""
+    ours_NV, theirs_NV = ours_NV.double(), theirs_NV.double()
+    masked_NV = theirs_NV == -torch.inf  # tokens that a model never says
+    if not theirs_NV.masked_fill(masked_NV, 0.0).isfinite().all() or masked_NV.all(-1).any():
+        raise Refused(
+            f"its logits are not finite (nan or inf) in {str(dtype).removeprefix('torch.')}: use another dtype, or fetch the "
+            "model again"
+        )
+    ours_NV = ours_NV.masked_fill(masked_NV & (ours_NV == -torch.inf), 0.0)
+    theirs_NV = theirs_NV.masked_fill(masked_NV, 0.0)
+    spread_NV = theirs_NV - theirs_NV.mean(-1, keepdim=True)
+    gap = ((ours_NV - theirs_NV).norm() / spread_NV.norm().clamp(min=1e-12)).item()
+    if not gap <= TOLERANCE.get(dtype, 1e-2):
+        raise Refused(f"its logits differ by {gap:.0%} of their spread from those of transformers' own attention: {why}")
+
+
+class _Watched:
+    """Takes down what leaves every decoder layer, and what enters and leaves the modules outside of these."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.head: Any = None
+        self.seen: list[tuple[nn.Module, Any, Any]] = []
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> _Watched:
+        try:
+            self.head = self.model.get_output_embeddings()
+        except Exception:  # some classes have none, and say so by an error
+            self.head = None
+
+        def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            self.seen.append((module, entering(args, kwargs), leaving(out)))
+
+        for module in self.model.modules():
+            self.hooks.append(module.register_forward_hook(take, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def between(
+        self, layers: nn.ModuleList | None, logits_NV: Tensor, cap: Callable[[Tensor], Tensor], width: int
+    ) -> tuple[nn.Module | None, str]:
+        """The module between the last layer and the output layer; or None, and why there is none to read states by."""
+        if layers is None:
+            return None, "its decoder layers are not in one list"
+        order = [module for module, _, _ in self.seen]
+        places = [order.index(layer) for layer in layers if layer in order]
+        if len(places) < len(layers) or places != sorted(places):
+            return None, "its decoder layers do not run one after the other"
+        shape = (1, len(logits_NV), width)
+        for place in places:
+            _, before, after = self.seen[place]
+            if before is None or after is None or before.shape != shape or after.shape != shape:
+                return None, "what passes between its decoder layers is not one state per token"
+        if not isinstance(self.head, nn.Linear | PackedLinear | Gathered) or self.head not in order:
+            return None, "it has no output layer that is a linear one"
+        last, read = self.seen[places[-1]][2], self.seen[order.index(self.head)][1]
+        assert last is not None
+        candidates: list[nn.Module] = [nn.Identity()] if _same(last, read) else []
+        for module, before, after in self.seen[places[-1] + 1 :]:
+            if module is not self.head and _same(before, last) and _same(after, read):
+                candidates.append(module)
+        for module in candidates:
+            derived = cap(self.head(module(last)))[0]
+            if torch.allclose(derived, logits_NV, rtol=2e-2, atol=2e-2 * float(logits_NV.abs().max())):
+                return module, ""
+        return None, "its logits do not follow from the last layer's states by a final norm and the output layer"
+
+
+def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The states that a module is given."""
+    given = args[0] if args else kwargs.get("hidden_states")
+    return given if isinstance(given, Tensor) else None
+
+
+def leaving(out: Any) -> Tensor | None:
+    """The states that leave it."""
+    given = out[0] if isinstance(out, tuple) and out else out
+    return given if isinstance(given, Tensor) else None
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)

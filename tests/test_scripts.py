@@ -1,0 +1,186 @@
+"""What the documents say to run: every command parses, with keys and choices that there are; and the scripts that measure or
+prove, which no other test calls, run at a small size."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from specdec import checkpoint, config, method
+from specdec.config import CONF
+
+ROOT = CONF.parent
+SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).glob("*.py"))
+# method= and checkpoint= of the documents are placeholders; what they stand for is such a drafter
+STANDS_FOR = "eagle3"
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Script and arguments of every command in a text: lines of a code block, and what stands between backticks."""
+    text = re.sub(r"\$\([^)]*\)", "false", text.replace("\\\n", " "))  # a recipe's resume=$(test ... )
+    lines = [line.strip() for line in text.splitlines()]
+    inline = [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))]
+    for line in lines + inline:
+        if not re.match(r"([\w./]*python|torchrun)\s", line) or "method=repeat" in line:  # CONTRIBUTING's, yet to be written
+            continue
+        words = shlex.split(line, comments=True)
+        script = next((i for i, word in enumerate(words) if re.fullmatch(r"(eval|train)/\w+\.py", word)), None)
+        if script is not None:
+            yield words[script:]
+
+
+def documented() -> list[tuple[str, ...]]:
+    texts = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in SCRIPTS]
+    texts += [path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")]
+    return sorted({tuple(words) for text in texts for words in commands(text)})
+
+
+def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
+    """Take a command as far as its config, or its arguments, and no further. SystemExit if it is refused."""
+
+    def stop_after(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> None:
+        parsed(parser, *given, **named)
+        raise SystemExit(0)
+
+    def resolve_only(run: Any, resumes: bool = True) -> Any:
+        def wrapped(cfg: DictConfig) -> None:
+            OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+        return wrapped
+
+    parsed = argparse.ArgumentParser.parse_args
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
+        patch.setattr(config, "main", resolve_only)
+        patch.setattr(checkpoint, "method_of", lambda path: STANDS_FOR)
+        if "hydra.main" not in (ROOT / words[0]).read_text():
+            patch.setattr(argparse.ArgumentParser, "parse_args", stop_after)
+        try:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+
+
+@pytest.mark.parametrize("words", documented(), ids=" ".join)
+def test_a_documented_command_is_one_that_there_is(words: tuple[str, ...], tmp_path: Path) -> None:
+    parse(words, tmp_path)
+
+
+def test_the_documents_have_commands() -> None:
+    assert {words[0] for words in documented()} == {f"{path.parent.name}/{path.name}" for path in SCRIPTS}
+
+
+def targets() -> list[str]:
+    return re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize("target", targets())
+def test_what_make_runs_is_there(target: str, tmp_path: Path) -> None:
+    """As make says it without doing it."""
+    said = subprocess.run(
+        ["make", "-n", target, "VENV=.venv", f"DRAFTERS={tmp_path / 'none'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for words in commands(said):
+        parse([word.strip(";") for word in words], tmp_path)
+    assert f"## make {target}" in (ROOT / "Makefile").read_text() or target in ("help", "lint"), "make help leaves it out"
+
+
+def test_a_command_that_there_is_not_is_found(tmp_path: Path) -> None:
+    for wrong in ("eval/run.py metod=ngram", "eval/prove.py --promts 3", "train/eagle.py train.max_step=3"):
+        with pytest.raises(SystemExit) as ended:
+            parse(shlex.split(wrong), tmp_path)
+        assert ended.value.code not in (None, 0)
+
+
+# ------------------------------------------------------------------------------------------------- train/bench.py
+
+
+def bench_arguments(**given: Any) -> argparse.Namespace:
+    small = {"length": 40, "prompt": 8, "steps": 3, "vocab": 64, "draft_vocab": 48, "width": 64}
+    return argparse.Namespace(**(small | given))
+
+
+@pytest.mark.parametrize("draft_vocab", [48, 0])
+def test_the_direct_implementation_is_ours(draft_vocab: int) -> None:
+    """What the benchmark compares is one function: the same loss and the same gradients."""
+    script = runpy.run_path(str(ROOT / "train" / "bench.py"), run_name="bench")
+    drafter, _, batch = script["ready"](bench_arguments(draft_vocab=draft_vocab))
+    results = {}
+    for name in ("ours", "direct"):
+        drafter.zero_grad()
+        loss = script[name](drafter, batch)
+        loss.backward()
+        results[name] = loss.item(), {key: x.grad.clone() for key, x in drafter.named_parameters() if x.grad is not None}
+    (own, own_grad), (direct, direct_grad) = results.values()
+    assert own > 1
+    assert own == pytest.approx(direct, rel=2e-3)  # the target's states are bfloat16
+    assert own_grad.keys() == direct_grad.keys()
+    for key, grad in own_grad.items():
+        torch.testing.assert_close(grad, direct_grad[key], rtol=0.02, atol=0.02 * float(grad.abs().max()))
+
+
+def test_the_training_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = ROOT / "train" / "bench.py"
+    flags = "--length 40 --prompt 8 --steps 2 --vocab 64 --draft-vocab 48 --width 64 --repeats 2 --only direct"
+    monkeypatch.setattr(sys, "argv", [str(script), *flags.split()])
+    runpy.run_path(str(script), run_name="__main__")
+    assert re.search(r"direct: +\d+ supervised tokens/s, peak memory of a step \d+\.\d+ GiB", capsys.readouterr().out)
+
+
+# ------------------------------------------------------------------------------------------------- eval/prove.py, eval/gpu.py
+
+
+@pytest.fixture
+def proof(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """eval/prove.py with two short prompts, one batch size."""
+    script = runpy.run_path(str(ROOT / "eval" / "prove.py"), run_name="prove")
+    inside = script["prove"].__globals__
+    monkeypatch.setitem(inside, "BATCH_SIZES", (2,))
+    monkeypatch.setitem(inside, "conversations", lambda *_: [[5, 6, 7, 5, 6, 7, 5], [9, 8, 7]])
+    return inside
+
+
+def test_the_proof_runs_for_every_method(proof: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert proof["prove"]("tiny", 2, 6, None, []) == 0
+    shown = capsys.readouterr().out
+    assert {name: shown.count(f"ok   {name} ") for name in method.names()} == dict.fromkeys(method.names(), 2)
+
+
+def test_the_proof_fails_where_a_token_differs(proof: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = proof["decode"]
+
+    def wrong(target: Any, settings: dict[str, Any], *arguments: Any) -> list[list[int]]:
+        outputs = right(target, settings, *arguments)
+        if settings["method"] == "ngram":
+            outputs[0][-1] += 1
+        return outputs
+
+    monkeypatch.setitem(proof, "decode", wrong)
+    assert proof["prove"]("tiny", 2, 6, ["ngram"], []) == 2
+
+
+def test_what_the_gpu_script_measures_runs_without_one() -> None:
+    script = runpy.run_path(str(ROOT / "eval" / "gpu.py"), run_name="gpu")
+    lines = script["measure"]("tiny", "cpu", 4)
+    assert len(lines) == 1 + 2 * 3
+    assert all("tokens/s" in value or "1:1.00" in value for _, value in lines)
