@@ -60,6 +60,8 @@ FAST = (
     "drafters",
     "prompts",
     "rows",
+    "render",
+    "prepare",
     "traces",
     "costs",
     "summaries",
@@ -715,6 +717,53 @@ def row_cases() -> Iterator[Case]:
         yield Case("rows", name, action)
 
 
+def render_cases() -> Iterator[Case]:
+    """What training makes tokens of, given by hand."""
+    user, answer = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}
+    conversations: dict[str, Any] = {
+        "text": "hello", "number": 5, "none": None, "empty": [], "numbers": [5], "texts": ["hello"], "empty message": [{}],
+        "role is a number": [user, {"role": 5, "content": "a"}], "no role": [user, {"content": "a"}],
+        "content is a number": [user, answer | {"content": 5}], "no content": [user, {"role": "assistant"}],
+        "no answer": [user], "mapping": user, "half a pair": [user, answer | {"content": HALF}], "true": True,
+        "tool_calls is text": [user, {"role": "assistant", "tool_calls": "x"}],
+        "weight is text": [user, answer | {"weight": "x"}],
+    }  # fmt: skip
+    for name, given in conversations.items():
+        yield Case("render", name, lambda _, given=given: data.render(given, tiny().target.tokenizer))
+
+
+def prepare_cases() -> Iterator[Case]:
+    """Prompt sets and openings of train/prepare.py."""
+    prepare = runpy.run_path(str(ROOT / "train/prepare.py"))
+
+    def case(name: str, door: str, content: bytes) -> Case:
+        def action(scratch: Path) -> Any:
+            (scratch / "file.jsonl").write_bytes(content)
+            if door == "openings":
+                return prepare["openings_of"](scratch / "file.jsonl")
+            return prepare["conversations"](scratch / "file.jsonl", None, tiny().target.tokenizer)
+
+        return Case("prepare", f"{door}: {name}", action)
+
+    for kind, content in BROKEN.items():
+        yield case(kind, "prompts", content)
+        yield case(kind, "openings", content)
+    whole = {"text": "Tell me", "category": "a", "weight": 1, "ends": "?"}
+    for key, kind in (("text", str), ("category", str), ("weight", int), ("ends", str)):
+        for name, value in wrong(kind, *(("minus", "huge") if key == "weight" else ())):
+            if writable(value) and not (name in ("none", "zero") and key in ("ends", "weight")):
+                yield case(f"{key}={name}", "openings", as_json(whole | {key: value}))
+    for name, row in {
+        "turns is text": {"turns": "a"},
+        "turns of numbers": {"turns": [5]},
+        "messages is text": {"messages": "a"},
+        "nothing": {},
+        "no user": {"messages": [{"role": "assistant", "content": "a"}]},
+        "content is a number": {"messages": [{"role": "user", "content": 5}]},
+    }.items():
+        yield case(name, "prompts", as_json(row))
+
+
 def trace_cases() -> Iterator[Case]:
     lines: dict[str, bytes] = BROKEN | {
         "no time": b"{}", "time is text": b'{"arrival_s": "1"}', "time is true": b'{"arrival_s": true}',
@@ -1130,7 +1179,8 @@ MAKERS: dict[str, Callable[[], Iterator[Case]]] = {
     "llm": llm_cases, "generate": generate_cases, "chat": chat_cases, "sampling": sampling_cases,
     "speculative": speculative_cases,
     "hub": hub_cases, "files of a target": target_cases, "drafters": drafter_cases, "lint": lint_cases, "prompts": prompt_cases,
-    "rows": row_cases, "traces": trace_cases, "costs": cost_cases, "summaries": summary_cases, "manifests": manifest_cases,
+    "rows": row_cases, "render": render_cases, "prepare": prepare_cases, "traces": trace_cases, "costs": cost_cases,
+    "summaries": summary_cases, "manifests": manifest_cases,
     "resumed runs": resume_cases,
     "command lines": command_cases, "processes": process_cases,
 }  # fmt: skip
