@@ -473,8 +473,8 @@ def target_cases() -> Iterator[Case]:
     config = json.loads((source / "config.json").read_text())
     for key, values in {
         "model_type": (5, None, "nope", [], ""), "hidden_size": ("64", 0, -1, 1.5, 2**31, [64], None),
-        "num_hidden_layers": ("4", 0, -1, 1.5, [4]), "vocab_size": ("320", 0, -1, 1.5, [320], 2**40),
-        "num_attention_heads": ("4", 0, -1, 3, [4]), "max_position_embeddings": ("x", -5, [4096]),
+        "num_hidden_layers": ("4", 0, -1, 1.5, [4], 2**31), "vocab_size": ("320", 0, -1, 1.5, [320], 2**40),
+        "num_attention_heads": ("4", 0, -1, 3, [4], 2**31), "max_position_embeddings": ("x", -5, [4096]),
         "layer_types": (5, ["nope"] * 4), "hidden_act": (5, "nope"),
         "rms_norm_eps": ("x", [1]),
     }.items():  # fmt: skip

@@ -878,7 +878,9 @@ def test_arguments_of_an_llm_are_what_they_say(given: dict[str, Any], words: str
 
 
 def test_more_rows_than_memory_has_room_for(one_line: Any) -> None:
-    one_line(lambda: LLM("tiny", device="cpu", max_batch_size=10**12), "max_batch_size=1000000000000", "GiB", "lower it"[:5])
+    one_line(
+        lambda: LLM("tiny", device="cpu", max_batch_size=10**12), "max_batch_size=1000000000000", "GiB", "lower max_batch_size"
+    )
 
 
 @pytest.mark.parametrize(
