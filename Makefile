@@ -83,7 +83,7 @@ prove: $(VENV)/.done
 kills: $(VENV)/.done
 	$(RUN) tests/kills.py
 
-## make malformed   malformed inputs over every door: each must end in one line (4 minutes)
+## make malformed   malformed inputs over every door: each must end in one line (minutes)
 malformed: $(VENV)/.done
 	$(RUN) tests/malformed.py
 

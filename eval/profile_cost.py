@@ -90,6 +90,7 @@ def read_run(directory: Path, method: str) -> dict[str, Any]:
     try:
         summary = report.read_summary(directory, "run it again", ("target", "dtype", "method", "num_speculative_tokens"))
         rows = list(track.rows_in(directory / "requests.jsonl"))
+        report.check_rows(rows, directory / "requests.jsonl")
     except (OSError, ValueError) as error:
         raise ValueError(f"{what}: {error}") from None
     if summary.get("method") != method:

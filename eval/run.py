@@ -70,6 +70,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         track.claim(out_dir, cfg["resume"], identity)
         config.save(cfg, out_dir / "config.yaml")
         recorded = [track.Rows(path) for path, _, _ in passes]
+        for rows in recorded:
+            report.check_rows(rows.rows, rows.path)
     answered = processes.agree_object([rows.answered for rows in recorded])
     common = [
         {

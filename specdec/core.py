@@ -154,7 +154,10 @@ def read_json_object(path: str | Path, fix: str = "") -> dict[str, Any]:
 
 def short_repr(value: Any, width: int = 80) -> str:
     """A value for an error line, cut to `width` characters."""
-    text = repr(value) if len(str(value)) < 10 * width else repr(str(value)[: 2 * width])
+    try:
+        text = repr(value) if len(str(value)) < 10 * width else repr(str(value)[: 2 * width])
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deep"
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[:width]}..."
 
@@ -200,8 +203,12 @@ class Checked(BaseModel):
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str):
                     whole_text(text, f"{self.what} {key}")
+            try:
+                values[key] = builtin(value)
+            except RecursionError:
+                raise ValueError(f"{self.what} {key} is nested too deep; give a value, or a list of values") from None
         try:
-            super().__init__(**{key: builtin(value) for key, value in values.items()})
+            super().__init__(**values)
         except ValidationError as error:
             raise ValueError(first_mistake(error, f"{self.what} ")) from None
 
@@ -213,7 +220,8 @@ def first_mistake(error: ValidationError, what: str = "") -> str:
         return str(first["ctx"]["error"])
     # a field of several types has the failing type behind its name
     types = ("int", "str", "float", "bool", "none")
-    key = ".".join(str(part) for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part)))
+    parts = [part for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part))]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     return f"{what}{key}={short_repr(first['input'])}: {first['msg'].lower()}"
 
 

@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 
-from specdec.core import apply_umask, first_line, nearest, short_repr, writing
+from specdec.core import apply_umask, first_line, nearest, read_json, short_repr, writing
 
 DEFAULT = "smollm2-135m"
 ADAPTER = "adapter_config.json"  # of a PEFT adapter
+DEEPEST = 1000  # layers that any model may have
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     if directory.is_dir():
         if not (directory / "config.json").exists() and not (directory / ADAPTER).exists():
             raise ValueError(f"{directory}: no config.json, so this is not a model directory; give the folder that holds it")
-        return without_adapter(directory)
+        return checked(directory)
     if name in EMBEDDED:
         return _once(cache_dir() / name, lambda temporary: _convert(name, temporary))
     kind, _, rest = name.partition("-")
@@ -125,7 +127,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
-    return without_adapter(_from_hub(name, revision))
+    return checked(_from_hub(name, revision))
 
 
 def local(name: Any, what: str) -> Path:
@@ -140,14 +142,24 @@ def local(name: Any, what: str) -> Path:
     return path
 
 
-def without_adapter(directory: Path) -> Path:
-    """The directory itself. Raises ValueError if a PEFT adapter is in it: transformers applies one if `peft` is installed, and
+def checked(directory: Path) -> Path:
+    """The directory itself, before transformers sees it. Raises ValueError if its config asks for more layers than any model
+    has, which would be made one by one, or if a PEFT adapter is in it: transformers applies one if `peft` is installed, and
     passes over it without a word if not, so that the same directory would be two models."""
     if (directory / ADAPTER).exists():
         raise ValueError(
             f"{directory}: {ADAPTER} says that an adapter belongs to these weights, which is not applied here; merge it into "
             f"them (peft: merge_and_unload), or remove {ADAPTER}"
         )
+    try:
+        config = read_json(directory / "config.json")
+    except ValueError:  # whoever loads it says so
+        return directory
+    for part in [config, *config.values()] if isinstance(config, dict) else []:
+        for key in _DEPTHS:
+            deep = part.get(key) if isinstance(part, dict) else None
+            if isinstance(deep, int) and deep > DEEPEST:
+                raise ValueError(f"{directory}: {key}={deep} in config.json is over {DEEPEST}; take another copy of the model")
     return directory
 
 
@@ -156,7 +168,7 @@ def load_model(path: str | Path, **options: Any) -> Any:
     directory runs. options: of `from_pretrained`. Every model that is not a `CausalLM` comes through here."""
     from transformers import AutoModelForCausalLM
 
-    directory = without_adapter(Path(path))
+    directory = checked(Path(path))
     return AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, trust_remote_code=False, **options)
 
 

@@ -391,7 +391,7 @@ class EngineArgs(Checked):
     speculative_config: dict[str, Any] | str | None = None
     seed: int = Field(0, ge=-(2**63), lt=2**63)
     num_threads: int | None = Field(None, ge=1, le=MAX_THREADS)
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = 1
 
     @field_validator("dtype")
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from specdec.core import Request, SamplingParams, Step, nearest, parse_json
+from specdec.core import Request, SamplingParams, Step, nearest, parse_json, short_repr
 from specdec.engine import Engine
 from specdec.llm import derived_seed
 from specdec.stats import Served
@@ -51,19 +51,21 @@ def phases(request_rate: Any) -> Phases:
         found = []
         for entry in request_rate:
             if not isinstance(entry, list) or len(entry) != 2 or not all(map(_is_number, entry)):
-                raise ValueError(f"request_rate: {entry!r} must be [seconds, requests per second], such as [10, 2.0]")
+                raise ValueError(f"request_rate: {short_repr(entry)} must be [seconds, requests per second], such as [10, 2.0]")
             seconds, rate = map(float, entry)
             if not 0 < seconds < math.inf:
-                raise ValueError(f"request_rate: {entry!r} lasts {entry[0]} s; give seconds above 0")
+                raise ValueError(f"request_rate: {short_repr(entry)} lasts {entry[0]} s; give seconds above 0")
             if not 0 <= rate < math.inf:
-                raise ValueError(f"request_rate: {entry!r} has rate {entry[1]}; give requests per second, 0 for a pause")
+                raise ValueError(
+                    f"request_rate: {short_repr(entry)} has rate {entry[1]}; give requests per second, 0 for a pause"
+                )
             found.append((seconds, rate))
         if not any(rate for _, rate in found):
-            raise ValueError(f"request_rate={request_rate}: no request ever comes; give a phase a rate above 0")
+            raise ValueError(f"request_rate={short_repr(request_rate)}: no request ever comes; give a phase a rate above 0")
         return found
     if not _is_number(request_rate) or not request_rate > 0:
         raise ValueError(
-            f"request_rate={request_rate!r} must be requests per second above 0, inf or null for all at once, or "
+            f"request_rate={short_repr(request_rate)} must be requests per second above 0, inf or null for all at once, or "
             "[[seconds, rate], ...]"
         )
     return [(math.inf, float(request_rate))]
@@ -325,16 +327,18 @@ Level = str | float  # "one", "all", or a multiple of what plain decoding can se
 def levels(rates: Any) -> list[Level]:
     """`rates` of conf/choose.yaml, from low to high. ValueError, one line, for anything else."""
     if not isinstance(rates, list) or len(rates) < 2:
-        raise ValueError(f"rates={rates!r} must be a list of two or more, such as [one, 0.5, all]")
+        raise ValueError(f"rates={short_repr(rates)} must be a list of two or more, such as [one, 0.5, all]")
     for rate in rates:
         if isinstance(rate, str) and rate not in ("one", "all"):
             raise ValueError(
-                f"rates: {rate!r} is none; one (request at a time), all (at once), or a multiple of plain capacity"
+                f"rates: {short_repr(rate)} is none; one (request at a time), all (at once), or a multiple of plain capacity"
             )
         if not isinstance(rate, str) and not (_is_number(rate) and 0 < rate < math.inf):
-            raise ValueError(f"rates: {rate!r} must be a multiple above 0 of what plain decoding can serve, or one, or all")
+            raise ValueError(
+                f"rates: {short_repr(rate)} must be a multiple above 0 of what plain decoding can serve, or one, or all"
+            )
     if len(set(rates)) < len(rates):
-        raise ValueError(f"rates={rates}: one of them stands there twice; leave it out")
+        raise ValueError(f"rates={short_repr(rates)}: one of them stands there twice; leave it out")
     return sorted(rates, key=lambda rate: {"one": 0.0, "all": math.inf}.get(rate, rate))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -427,6 +427,45 @@ class _Summary(BaseModel):
     busy: list[str] = []
     overall: _Numbers = _Numbers()
     categories: dict[str, _Numbers] = {}
+
+
+class _Row(BaseModel):
+    """What is read of a row of requests.jsonl; there is more."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    id: str
+    category: str
+    num_prompt_tokens: int
+    output_token_ids: list[int]
+    sampling: dict[str, Any]
+    drafted: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    trimmed: list[int]
+    batch_size: list[int]
+    draft_s: list[float]
+    verify_s: list[float]
+    wall_s: list[float]
+    proposer: list[str]
+    queue_s: float
+    time_to_first_token_s: float
+    prefill_s: float
+    decode_s: float
+
+    @model_validator(mode="after")
+    def _steps(self) -> _Row:
+        steps = ("drafted", "accepted", "emitted", "trimmed", "batch_size", "draft_s", "verify_s", "wall_s")
+        if len({len(getattr(self, key)) for key in steps}) > 1 or len(self.proposer) not in (0, len(self.drafted)):
+            raise ValueError(f"its lists ({', '.join(steps)}) are not of one length")
+        return self
+
+
+def check_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Raise ValueError, one line with the row's number, for a row that eval/run.py did not write: one that lacks a key, or has
+    a value of another type."""
+    for number, row in enumerate(rows, 1):
+        _hold(_Row, row, f"{path}, line {number}", "move the file away, or mend the line")
 
 
 def read_summary(directory: Path, fix: str, keys: Iterable[str] = ("overall",), numbers: Iterable[str] = ()) -> dict[str, Any]:

@@ -413,4 +413,7 @@ def _eos_token_ids(path: Path, config: Any) -> list[int]:
         except Exception as error:
             raise ValueError(f"{path}: generation_config.json cannot be read ({first_line(error)})") from None
     ids = config.eos_token_id if ids is None else ids
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int for token in listed):
+        raise ValueError(f"{path}: eos_token_id is {str(ids)[:40]!r}, and should be a token id, or a list of them")
+    return listed

@@ -40,7 +40,7 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
     if not isinstance(path, str | Path):
         raise ValueError(f"task.path={short_repr(path)} is no path of a file")
     if limit is not None and (type(limit) is not int or limit < 1):
-        raise ValueError(f"limit={limit}: at least 1 task is needed")
+        raise ValueError(f"limit={short_repr(limit)}: at least 1 task is needed")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"task.path={path}: no such file")

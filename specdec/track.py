@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from specdec import __version__, lock, script
-from specdec.core import Checked, Request, SamplingParams, first_line, writing
+from specdec.core import Checked, Request, SamplingParams, first_line, parse_json, read_json, writing
 from specdec.llm import answer_text
 from specdec.stats import RequestStats, Served, request_metrics
 from specdec.target import CausalLM
@@ -80,7 +80,7 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool =
     marker = out_dir / MARKER
     if resume:
         try:
-            before = json.loads(marker.read_text())
+            before = read_json(marker)
         except ValueError:
             before = None
         if not isinstance(before, dict):
@@ -125,7 +125,7 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = parse_json(line, str(path))
             except ValueError:
                 row = None
             if not isinstance(row, dict):
@@ -161,7 +161,7 @@ class Rows:
         lines = self.path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
+                row = parse_json(line, str(self.path))
                 whole = isinstance(row, dict) and line.endswith(b"\n")
             except ValueError:
                 whole = False

@@ -60,6 +60,8 @@ FAST = (
     "drafters",
     "prompts",
     "rows",
+    "render",
+    "prepare",
     "traces",
     "costs",
     "summaries",
@@ -134,8 +136,15 @@ def outcome(case: Case, scratch: Path) -> tuple[str, str]:
 VALUES: dict[str, Any] = {
     "none": None, "true": True, "float": 1.5, "nan": float("nan"), "inf": float("inf"), "minus": -1, "zero": 0, "huge": 2**70,
     "number": 7, "digits": "8", "word": "banana", "empty": "", "half": HALF, "list": [1], "words": ["a"], "mapping": {"a": 1},
-    "nested": [[["a"]]], "object": object(), "bytes": b"x",
+    "nested": [[["a"]]], "object": object(), "bytes": b"x", "deep": [],
 }  # fmt: skip
+for _ in range(10_000):
+    VALUES["deep"] = [VALUES["deep"]]
+
+
+def writable(value: Any) -> bool:
+    """Whether JSON has such a value."""
+    return not isinstance(value, bytes) and type(value) is not object and value is not VALUES["deep"]
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -464,8 +473,8 @@ def target_cases() -> Iterator[Case]:
     config = json.loads((source / "config.json").read_text())
     for key, values in {
         "model_type": (5, None, "nope", [], ""), "hidden_size": ("64", 0, -1, 1.5, 2**31, [64], None),
-        "num_hidden_layers": ("4", 0, -1, 1.5, [4]), "vocab_size": ("320", 0, -1, 1.5, [320], 2**40),
-        "num_attention_heads": ("4", 0, -1, 3, [4]), "max_position_embeddings": ("x", -5, [4096]),
+        "num_hidden_layers": ("4", 0, -1, 1.5, [4], 2**31), "vocab_size": ("320", 0, -1, 1.5, [320], 2**40),
+        "num_attention_heads": ("4", 0, -1, 3, [4], 2**31), "max_position_embeddings": ("x", -5, [4096]),
         "layer_types": (5, ["nope"] * 4), "hidden_act": (5, "nope"),
         "rms_norm_eps": ("x", [1]),
     }.items():  # fmt: skip
@@ -708,6 +717,53 @@ def row_cases() -> Iterator[Case]:
         yield Case("rows", name, action)
 
 
+def render_cases() -> Iterator[Case]:
+    """What training makes tokens of, given by hand."""
+    user, answer = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}
+    conversations: dict[str, Any] = {
+        "text": "hello", "number": 5, "none": None, "empty": [], "numbers": [5], "texts": ["hello"], "empty message": [{}],
+        "role is a number": [user, {"role": 5, "content": "a"}], "no role": [user, {"content": "a"}],
+        "content is a number": [user, answer | {"content": 5}], "no content": [user, {"role": "assistant"}],
+        "no answer": [user], "mapping": user, "half a pair": [user, answer | {"content": HALF}], "true": True,
+        "tool_calls is text": [user, {"role": "assistant", "tool_calls": "x"}],
+        "weight is text": [user, answer | {"weight": "x"}],
+    }  # fmt: skip
+    for name, given in conversations.items():
+        yield Case("render", name, lambda _, given=given: data.render(given, tiny().target.tokenizer))
+
+
+def prepare_cases() -> Iterator[Case]:
+    """Prompt sets and openings of train/prepare.py."""
+    prepare = runpy.run_path(str(ROOT / "train/prepare.py"))
+
+    def case(name: str, door: str, content: bytes) -> Case:
+        def action(scratch: Path) -> Any:
+            (scratch / "file.jsonl").write_bytes(content)
+            if door == "openings":
+                return prepare["openings_of"](scratch / "file.jsonl")
+            return prepare["conversations"](scratch / "file.jsonl", None, tiny().target.tokenizer)
+
+        return Case("prepare", f"{door}: {name}", action)
+
+    for kind, content in BROKEN.items():
+        yield case(kind, "prompts", content)
+        yield case(kind, "openings", content)
+    whole = {"text": "Tell me", "category": "a", "weight": 1, "ends": "?"}
+    for key, kind in (("text", str), ("category", str), ("weight", int), ("ends", str)):
+        for name, value in wrong(kind, *(("minus", "huge") if key == "weight" else ())):
+            if writable(value) and not (name in ("none", "zero") and key in ("ends", "weight")):
+                yield case(f"{key}={name}", "openings", as_json(whole | {key: value}))
+    for name, row in {
+        "turns is text": {"turns": "a"},
+        "turns of numbers": {"turns": [5]},
+        "messages is text": {"messages": "a"},
+        "nothing": {},
+        "no user": {"messages": [{"role": "assistant", "content": "a"}]},
+        "content is a number": {"messages": [{"role": "user", "content": 5}]},
+    }.items():
+        yield case(name, "prompts", as_json(row))
+
+
 def trace_cases() -> Iterator[Case]:
     lines: dict[str, bytes] = BROKEN | {
         "no time": b"{}", "time is text": b'{"arrival_s": "1"}', "time is true": b'{"arrival_s": true}',
@@ -744,7 +800,7 @@ def cost_cases() -> Iterator[Case]:
     contents: dict[str, bytes] = dict(BROKEN)
     for key, value in whole.items():
         for name, other in wrong(type(value) if value is not None else list[list[int]] | None):
-            if isinstance(other, bytes) or type(other) is object:
+            if not writable(other):
                 continue
             contents[f"{key}={name}"] = as_json(whole | {key: other})
         contents[f"without {key}"] = as_json({k: v for k, v in whole.items() if k != key}) if key != "schedule" else b"{}"
@@ -807,7 +863,7 @@ def summary_cases() -> Iterator[Case]:
             if kind != "deep inside" or reader:
                 yield case(reader, kind, content)
     for place, (key, value) in enumerate(SUMMARY.items()):
-        others = [other for _, other in wrong(hints[key]) if not isinstance(other, bytes) and type(other) is not object]
+        others = [other for _, other in wrong(hints[key]) if writable(other)]
         for number, reader in enumerate(readers):
             other = others[(place + number) % len(others)]
             yield case(reader, f"{key}={other!r}", as_json(SUMMARY | {key: other}))
@@ -818,10 +874,58 @@ def summary_cases() -> Iterator[Case]:
         )
         del value
     for place, key in enumerate(SUMMARY["overall"]):
-        others = [other for _, other in wrong(numbers[key]) if not isinstance(other, bytes) and type(other) is not object]
+        others = [other for _, other in wrong(numbers[key]) if writable(other)]
         overall = SUMMARY["overall"] | {key: others[place % len(others)]}
         yield case("compare", f"overall.{key}={others[place % len(others)]!r}", as_json(SUMMARY | {"overall": overall}))
         yield case("share", f"categories.chat.{key}", as_json(SUMMARY | {"categories": {"chat": overall}}))
+
+
+@cache
+def finished_run() -> Path:
+    """The directory of a run of eval/run.py that is through."""
+    directory = Path(tempfile.mkdtemp())
+    called("eval/run.py", *RESUMED, f"out_dir={directory / 'run'}", weights=True)(directory)
+    return directory / "run"
+
+
+RESUMED = ("model=tiny", "limit=2", "sampling.max_tokens=4", "baseline=false", "method=ngram")
+
+
+def resume_cases() -> Iterator[Case]:
+    """A run that is to go on from files that are not as they were left, and one whose acceptance is asked for."""
+    (first, *rest) = [json.loads(line) for line in (finished_run() / "requests.jsonl").read_text().splitlines()]
+    profile = runpy.run_path(str(ROOT / "eval/profile_cost.py"))
+
+    def case(name: str, file: str, content: bytes, *words: str) -> Iterator[Case]:
+        def resumed(scratch: Path) -> Any:
+            shutil.copytree(finished_run(), scratch / "run")
+            (scratch / "run" / file).write_bytes(content)
+            called("eval/run.py", *RESUMED, f"out_dir={scratch / 'run'}", "resume=true", weights=True)(scratch)
+
+        def profiled(scratch: Path) -> Any:
+            shutil.copytree(finished_run(), scratch / "run")
+            (scratch / "run" / file).write_bytes(content)
+            return profile["read_run"](scratch / "run", "ngram")
+
+        yield Case("resumed runs", f"resume, {file}: {name}", resumed, words)
+        if file == "requests.jsonl":
+            yield Case("resumed runs", f"profile_cost, {file}: {name}", profiled, words)
+
+    tail = b"".join(as_json(row) + b"\n" for row in rest)
+    for kind, content in BROKEN.items():
+        yield from case(kind, "run.json", content)
+        if content:
+            yield from case(kind, "requests.jsonl", content + b"\n" + tail)
+    for place, (key, value) in enumerate(first.items()):
+        if key not in report._Row.model_fields:
+            continue
+        without = {k: v for k, v in first.items() if k != key}
+        yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)
+        others = [other for _, other in wrong(type(value)) if writable(other)]
+        other = others[place % len(others)]
+        yield from case(f"{key}={other!r}", "requests.jsonl", as_json(first | {key: other}) + b"\n" + tail, key)
+    shorter = first | {"drafted": first["drafted"][:-1]}
+    yield from case("lists of two lengths", "requests.jsonl", as_json(shorter) + b"\n" + tail, "not of one length")
 
 
 def manifest_cases() -> Iterator[Case]:
@@ -841,7 +945,7 @@ def manifest_cases() -> Iterator[Case]:
         yield case(kind, content)
     for key in ("format", "version", "hidden_size", "num_layers", "vocab_size", "layer_ids", "dtype"):
         for name, value in VALUES.items():
-            if isinstance(value, bytes) or type(value) is object or (key, name) in (("version", "true"),):
+            if not writable(value) or (key, name) in (("version", "true"),):
                 continue
             yield case(f"{key}={name}", as_json(whole | {key: value}))
     yield case("nothing beside it", as_json(whole))
@@ -1075,7 +1179,9 @@ MAKERS: dict[str, Callable[[], Iterator[Case]]] = {
     "llm": llm_cases, "generate": generate_cases, "chat": chat_cases, "sampling": sampling_cases,
     "speculative": speculative_cases,
     "hub": hub_cases, "files of a target": target_cases, "drafters": drafter_cases, "lint": lint_cases, "prompts": prompt_cases,
-    "rows": row_cases, "traces": trace_cases, "costs": cost_cases, "summaries": summary_cases, "manifests": manifest_cases,
+    "rows": row_cases, "render": render_cases, "prepare": prepare_cases, "traces": trace_cases, "costs": cost_cases,
+    "summaries": summary_cases, "manifests": manifest_cases,
+    "resumed runs": resume_cases,
     "command lines": command_cases, "processes": process_cases,
 }  # fmt: skip
 

@@ -664,7 +664,7 @@ def test_tapped_layers() -> None:
             assert 0 <= ids[0] <= ids[-1] <= num_layers
             if num_layers >= wanted + 4:
                 assert len(ids) == wanted
-    assert Architecture(eagle_aux_hidden_state_layer_ids=[9, 0, 4, 9, 12]).layers(12) == (0, 4, 9, 12)
+    assert Architecture(eagle_aux_hidden_state_layer_ids=[9, 0, 4, 12]).layers(12) == (0, 4, 9, 12)
 
 
 @pytest.mark.parametrize("ids", [[1, 5], [-1, 2], [0, 99]])

@@ -552,3 +552,14 @@ def test_an_adapter_beside_the_weights_is_not_passed_over(copy: Path) -> None:
 @pytest.mark.parametrize("name", [5, None, [], {}, "", " ", "a\0b", b"tiny", "x" * 5000])
 def test_a_name_is_text(name: Any) -> None:
     refuse(lambda: hub.resolve(name), "model")
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 2**31}, {"text_config": {"num_hidden_layers": 2**31}}, {"n_layer": 1001}]
+)
+def test_a_model_deeper_than_any_is_not_begun(change: dict[str, Any], copy: Path) -> None:
+    """Its layers would be made one by one, for ever."""
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    for action in (lambda: load(copy), lambda: hub.load_model(copy)):
+        refuse(action, str(copy), "in config.json is over 1000")

@@ -25,7 +25,7 @@ from specdec.target import CausalLM, is_finite
 
 FORMAT = "specdec-drafter"
 IDS = "eagle_aux_hidden_state_layer_ids"
-DEEPEST = 1000  # layers or heads that any drafter may have
+DEEPEST = hub.DEEPEST  # layers or heads that any drafter may have
 _COUNTS = ("num_hidden_layers", "num_modules")
 _WIDTHS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -167,10 +167,10 @@ def find(path: str | Path, revision: str | None = None) -> Path:
             raise ValueError(f"checkpoint {path}: no such directory, and not a hub id (org/name)")
         directory = hub.resolve(str(path), revision)
     if (directory / "config.json").exists() or (directory / hub.ADAPTER).exists():
-        return hub.without_adapter(directory)
+        return hub.checked(directory)
     for name in ("best", "last"):
         if (directory / name / "config.json").exists():
-            return hub.without_adapter(directory / name)
+            return hub.checked(directory / name)
     raise ValueError(f"checkpoint {path}: neither a checkpoint (config.json) nor a training run with one in best or last")
 
 

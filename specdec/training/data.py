@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import first_line
+from specdec.core import first_line, short_repr
 
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
 _ROLES = {
@@ -102,6 +102,8 @@ def render(
     Raises ValueError, one line, if there is no turn to supervise, or the template refuses the messages or does not show one;
     UnstableTemplate if it renders a turn differently once later ones follow.
     """
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"messages={short_repr(messages)} are not a list of objects")
     conversation = Conversation([_message(message) for message in messages], _tools(tools))
     template = _Template(tokenizer, template_kwargs, eos_token_ids)
     spelled = _prepared(conversation, template)
