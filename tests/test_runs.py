@@ -270,6 +270,21 @@ def test_a_stopped_run_promises_what_it_can_do(
         assert error.endswith("already holds a run; give another out_dir=")
 
 
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (script.Terminated, 143)])
+def test_a_run_under_load_ends_with_the_code_of_its_signal(
+    error: type[BaseException], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens itself, to summarise what had finished."""
+
+    def stopped(*given: Any, **more: Any) -> Iterator[Any]:
+        raise error
+        yield
+
+    monkeypatch.setattr("specdec.load.send", stopped)
+    done = run("eval/load", "model=tiny", "limit=1", f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert (done.code, done.err.splitlines()[-1]) == (code, "interrupted before any request had finished")
+
+
 # -------------------------------------------------------------------------------------------------- what goes wrong
 
 
