@@ -79,7 +79,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             task_of[request.id] = task
             yield arrival_s, request
 
-    interrupted, began, num_not_due = False, 0.0, 0
+    interrupted, exit_code, began, num_not_due = False, 0, 0.0, 0
     with report.one_bar("requests", len(coming)) as advance:
 
         def told(turn: load.Turn, _: Any) -> None:
@@ -94,8 +94,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                 row = track.row_of(task_of.pop(request.id), 1, request, target.tokenizer, common)
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
-        except KeyboardInterrupt:
-            interrupted, stopped_s = True, engine.now() - began
+        except KeyboardInterrupt as error:
+            interrupted, stopped_s, exit_code = True, engine.now() - began, script.exit_code(error)
             num_not_due = sum(arrival.at_s > stopped_s for arrival in coming)
             sent.close()
     rows.close()
@@ -104,7 +104,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     served = [track.served_of(row) for row in track.rows_in(out_dir / "requests.jsonl")]
     if not served:
         print("interrupted before any request had finished", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(exit_code)
     changing = cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list)
     rates = load.phases(cfg["request_rate"]) if changing else []
     edges = list(accumulate(seconds for seconds, _ in rates))
@@ -141,7 +141,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if interrupted:
         later = f", {num_not_due} were not due yet" if num_not_due else ""
         print(f"interrupted: {len(served)} of {len(coming)} requests had finished, and are summarised{later}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(exit_code)
     return summary
 
 

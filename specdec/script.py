@@ -69,7 +69,7 @@ def one_line() -> Iterator[None]:
         _show_traceback()
         if os.environ.get("RANK", "0") == "0":  # torchrun interrupts all of its processes
             print(f"interrupted{_kept}", file=sys.stderr, flush=True)
-        sys.exit(143 if isinstance(error, Terminated) else 130)
+        sys.exit(exit_code(error))
     except Exception as error:
         if another_has_said_why(error):
             sys.exit(1)
@@ -93,6 +93,11 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
     return int(text)
+
+
+def exit_code(stopped: KeyboardInterrupt) -> int:
+    """128 and the number of the signal, as a shell has it."""
+    return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
 
 
 def _terminate(number: int, frame: Any) -> None:

@@ -102,6 +102,7 @@ def wait(process: int, until: Callable[[float], bool]) -> int | None:
 def run(path: str, arguments: list[str], log: Path, when: Callable[[float], bool] | None = None, number: int = 0) -> Ended:
     """Run a script to its end, or send it a signal at a moment and wait for what it does."""
     begun = time.monotonic()
+    log.touch()
     process = fork(path, arguments, log)
     code = wait(process, when or (lambda seconds: seconds > LIMIT_S))
     if code is None:
@@ -283,7 +284,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
 def moment(kind: Kind, out: Path, rng: random.Random) -> Callable[[float], bool]:
     """When to kill: anywhere in the run; or within an evaluation, whose checkpoint has just appeared."""
     if not kind.evaluations:
-        at_s = rng.uniform(0, kind.seconds)
+        at_s = rng.uniform(0.02, kind.seconds)  # a fork is ready then
         return lambda seconds: seconds > at_s
     step, after_s, since = rng.choice(kind.steps), rng.uniform(0, kind.evaluation_s), math.inf
 
@@ -299,7 +300,7 @@ def moment(kind: Kind, out: Path, rng: random.Random) -> Callable[[float], bool]
 def wrong_with(ended: Ended, number: int) -> Iterator[str]:
     """How a process ended that got a signal."""
     name = signal.Signals(number).name
-    if ended.code not in (CODES[number], 0):
+    if ended.code not in (CODES[number], -number, 0):
         yield f"{name}: exit code {ended.code}"
     if "Traceback" in ended.err:
         yield f"{name}: a traceback ({ended.err.strip().splitlines()[-1][:100]})"

@@ -270,6 +270,21 @@ def test_a_stopped_run_promises_what_it_can_do(
         assert error.endswith("already holds a run; give another out_dir=")
 
 
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (script.Terminated, 143)])
+def test_a_run_under_load_ends_with_the_code_of_its_signal(
+    error: type[BaseException], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens itself, to summarise what had finished."""
+
+    def stopped(*given: Any, **more: Any) -> Iterator[Any]:
+        raise error
+        yield
+
+    monkeypatch.setattr("specdec.load.send", stopped)
+    done = run("eval/load", "model=tiny", "limit=1", f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert (done.code, done.err.splitlines()[-1]) == (code, "interrupted before any request had finished")
+
+
 # -------------------------------------------------------------------------------------------------- what goes wrong
 
 
@@ -380,12 +395,12 @@ WANDB = ("logger=wandb", "logger.mode=offline")
     ("given", "words"),
     [
         (("logger.mode=banana",), "logger key mode='banana': input should be 'online' or 'offline'"),
-        (("logger.tags=drafter",), "logger key tags='drafter'"),
-        (("logger.tags=[1]",), "logger key tags.0=1"),
+        (("logger.tags=drafter",), "logger.tags='drafter'"),
+        (("logger.tags=[1]",), "logger.tags=[1]"),
         (("logger.tags=['']",), "logger.tags=['']: Value error, Tag at index 0 is empty"),
         (("logger.project=a/b",), "logger.project='a/b'"),
-        (("logger.project=''",), "logger key project=''"),
-        (("logger.entity=[a]",), "logger key entity=['a']"),
+        (("logger.project=''",), "logger.project=''"),
+        (("logger.entity=[a]",), "logger.entity=['a']"),
         (("logger.name=banana",), "logger key name='banana': input should be 'none' or 'wandb'"),
     ],
 )
@@ -408,7 +423,7 @@ def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytes
         ("eval/bench", ("suffix_tokens=[1000,many]",), "suffix_tokens=[1000, 'many']"),
         ("eval/bench", ("threads=[0]",), "threads=[0]"),
         ("eval/bench", ("resume=true",), "a benchmark is not resumed"),
-        ("train/prepare", ("answers.temperatures=[0.0,-1]", f"out={tmp_path / 'out'}"), "temperature=-1"),
+        ("train/prepare", ("answers.temperatures=[0.0,-1]", f"out={tmp_path / 'out'}"), "temperatures=[0.0, -1]"),
         ("train/prepare", ("answers.top_p=2", f"out={tmp_path / 'out'}"), "top_p=2"),
         ("train/prepare", ("synthesize.top_p=2", f"out={tmp_path / 'out'}"), "top_p=2"),
         ("train/prepare", ("-m", "seed=1,2", f"out={tmp_path / 'out'}"), "call it once for every value"),
