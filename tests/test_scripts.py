@@ -1,5 +1,5 @@
 """What the documents say to run: every command parses, with keys and choices that there are; and the scripts that measure or
-prove, which no other test calls, run at a small size."""
+prove, which no other test calls, run at a small size (of the comparison with vLLM, what needs no vLLM)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peer_vllm
 import pytest
 import torch
 
-from specdec import config, method
+from specdec import LLM, SamplingParams, checkpoint, config, method
 from specdec.config import CONF
 
 ROOT = CONF.parent
@@ -180,3 +181,50 @@ def test_what_the_gpu_script_measures_runs_without_one() -> None:
     lines = script["measure"]("tiny", "cpu", 4)
     assert len(lines) == 1 + 2 * 3
     assert all("tokens/s" in value or "1:1.00" in value for _, value in lines)
+
+
+# ------------------------------------------------------------------------------------------------- tests/peer_vllm.py
+
+
+def test_the_last_steps_of_vllm_are_cut_as_ours_are() -> None:
+    """K = 3 and all accepted: 13 of 16 tokens after three steps, so that a draft of 2 is left; then a stop in a draft."""
+    assert peer_vllm.cut([(3, 3)] * 4, 16, 16) == [(3, 3), (3, 3), (3, 3), (2, 2)]
+    assert peer_vllm.cut([(3, 1), (3, 3)], 5, 16) == [(3, 1), (3, 2)]
+    assert peer_vllm.cut([(3, 2), (0, 0), (3, 1)], 6, 6) == [(3, 2), (0, 0), (0, 0)]
+
+
+def test_cutting_says_what_our_engine_does() -> None:
+    """The steps of a longer request, as far as they go, are those of vLLM for a shorter one: it never looks ahead."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=ngram)
+    narrow = {97: 30.0, 98: 30.0}  # text that repeats itself
+
+    def steps(max_tokens: int) -> list[tuple[int, int]]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, logit_bias=narrow)
+        stats = llm.generate("to be or not to be", params, use_tqdm=False)[0].request.stats
+        return list(zip(stats.drafted, stats.accepted, strict=True))
+
+    whole, cuts = steps(80), 0
+    for max_tokens in range(4, 40):
+        emitted, reached = 1, []
+        for step in whole:
+            if emitted < max_tokens:
+                reached.append(step)
+                emitted += step[1] + 1
+        assert peer_vllm.cut(reached, max_tokens, max_tokens) == steps(max_tokens)
+        cuts += reached != steps(max_tokens)
+    assert cuts > 10
+
+
+def test_the_table_fits_a_terminal() -> None:
+    case = peer_vllm.Case("peagle, speculators", {})
+    counters = {"vllm:generation_tokens": 4800, "vllm:spec_decode_num_drafts": 1}
+    theirs = counters | {"vllm:spec_decode_num_draft_tokens": 30000, "vllm:spec_decode_num_accepted_tokens": 12345}
+    own = peer_vllm.Run([[1, 2, 3]] * 12, [[(3, 1)]] * 12, counters)
+    row = peer_vllm.row(case, own, peer_vllm.Run([[1, 2, 3]] * 12, [[(3, 1)]] * 12, theirs), 3)
+    assert peer_vllm.equal(row | {"steps_equal": 12})
+    assert not peer_vllm.equal(row | {"tokens_equal": 11, "steps_equal": 12})
+    assert not peer_vllm.equal(row | {"steps_equal": 12, "counters_equal": False})
+    row |= {"drafted": [123456, 123456, 1], "accepted": [12345, 12345, 1]}
+    text = peer_vllm.table([row, {"case": "suffix", "reason": "left out: " + "x" * 100}], "0.32.0", "about " * 11)
+    assert max(map(len, text.splitlines())) <= 80
