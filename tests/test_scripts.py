@@ -19,7 +19,7 @@ import peer_vllm
 import pytest
 import torch
 
-from specdec import LLM, SamplingParams, checkpoint, config, method
+from specdec import LLM, SamplingParams, config, method
 from specdec.config import CONF
 
 ROOT = CONF.parent
