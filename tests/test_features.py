@@ -36,7 +36,7 @@ from specdec.training.data import Sample
 from specdec.training.features import Artifacts, Batch, Online, Writer, extract, identity
 
 TRAIN = CONF.parent / "train"
-LISTS = [(), (0,), (4,), (1, 3), (3, 1, 1), (0, 1, 2, 3, 4)]
+LISTS = [(), (0,), (4,), (1, 3), (3, 1), (0, 1, 2, 3, 4)]
 
 
 def samples_of(count: int, seed: int = 0, longest: int = 40) -> list[Sample]:
@@ -763,7 +763,7 @@ def test_extract_says_what_is_wrong_in_a_line(texts: Path, tmp_path: Path) -> No
     cases = {
         ("layers_ids=[1]",): "unknown key 'layers_ids'; did you mean 'layer_ids'?",
         ("layout=shard",): "layout='shard': use shards or vllm",
-        ("layer_ids=[a]",): "layer ids ['a'] must be numbers",
+        ("layer_ids=[a]",): "layer_ids=['a'] must be a list of numbers, such as [2,15,27], or null",
         ("layer_ids=[7]",): "hidden layer 7 is outside 0..4, the layers of tiny-llama",
         ("shard_mb=many",): "shard_mb='many' must be a number",
         ("resume=true",): "resume=true, but out_dir=out holds no run",
