@@ -38,16 +38,21 @@ _COUNTS: tuple[Any, str] = (
     Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)],
     "a list of numbers of at least 1",
 )
-_MAPPING: tuple[Any, str] = (dict[Any, Any] | None, "a mapping, such as {key: value}, or null")
+_PATH: tuple[Any, str] = (_TEXT[0], "the path of a file or directory; where that is its name, write {key}=./{value}")
+_MAPPING: tuple[Any, str] = (dict[Any, Any] | None, "a mapping, such as {{a: 1}}, or null")
 _SEED: tuple[Any, str] = (Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, "a number, an integer of 64 bits")
 # What keys must be whose default does not tell: null, or a list. Those of `method`, `rejection`: llm.SpeculativeConfig's.
 TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(
-        ("checkpoint", "cost_table", "trace", "prompts", "synthesize.openings", "out", "acceptance", "revision", "dtype",
-         "target", "serve_target", "eval", "push", "lint", "draft_model", "features.path", "data.path", "task.path",
-         "model.path", "model.revision", "model.dtype", "model.device", "logger.entity", "logger.mode", "train.drafter.model",
+        ("checkpoint", "revision", "dtype", "target", "serve_target", "push", "draft_model", "data.path", "model.path",
+         "model.revision", "model.dtype", "model.device", "logger.entity", "logger.mode", "train.drafter.model",
          "train.drafter.revision"),
         _TEXT,
+    ),
+    **dict.fromkeys(
+        ("cost_table", "trace", "prompts", "synthesize.openings", "out", "acceptance", "eval", "lint", "features.path",
+         "task.path"),
+        _PATH,
     ),
     **dict.fromkeys(
         ("limit", "data.limit", "num_requests", "max_draft", "cost_context", "max_model_len", "num_speculative_tokens",
@@ -68,7 +73,9 @@ TYPES: dict[str, tuple[Any, str]] = {
         _NUMBERS,
     ),
     **dict.fromkeys(("threads", "suffix_tokens", "batch_sizes"), _COUNTS),
-    **dict.fromkeys(("data.template_kwargs", "train.drafter.geometry", "sampling.logit_bias", "checkpoints", "runs"), _MAPPING),
+    **dict.fromkeys(("data.template_kwargs", "train.drafter.geometry", "sampling.logit_bias"), _MAPPING),
+    "checkpoints": (_MAPPING[0], "a mapping of methods to drafters, such as {{eagle3: DIR}}, or null"),
+    "runs": (_MAPPING[0], "a mapping of names to runs, such as {{a: {{method: ngram}}}}, or null"),
     **dict.fromkeys(("seed", "sampling.seed"), _SEED),
     "num_threads": (Annotated[int, Field(ge=1, le=1024)] | None, "a number of at least 1 and at most 1024, or null"),
     "data.max_length": (Annotated[int, Field(ge=3)] | None, "a number from 3 on (a token is supervised), or null"),
@@ -293,7 +300,8 @@ def _check_type(key: str, value: Any, default: Any, config_name: str) -> None:
             raise ValueError(f"{said} must not be empty; leave the key out, or give null")
         _hold(said, value, wanted, "like the setting of this name in vLLM's --speculative-config")
     elif key in TYPES:
-        _hold(said, value, *TYPES[key])
+        wanted, what = TYPES[key]
+        _hold(said, value, wanted, what.format(key=key, value=value if isinstance(value, int | float) else "NAME"))
     elif isinstance(default, DictConfig):
         if not isinstance(value, dict | DictConfig):
             raise ValueError(f"{said} must be a mapping, such as {key}={{{next(iter(default), 'name')!s}: ...}}")

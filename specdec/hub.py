@@ -159,7 +159,9 @@ def checked(directory: Path) -> Path:
         for key in _DEPTHS:
             deep = part.get(key) if isinstance(part, dict) else None
             if isinstance(deep, int) and deep > DEEPEST:
-                raise ValueError(f"{directory}: {key}={deep} in config.json is over {DEEPEST}; take another copy of the model")
+                raise ValueError(
+                    f"{directory}: {key}={deep} in config.json is outside 1..{DEEPEST}; take another copy of the model"
+                )
     return directory
 
 

@@ -1562,7 +1562,7 @@ def test_a_checkpoint_names_a_method_that_is_trained(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 in config.json is over 1000"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 in config.json is outside 1..1000"),
         ({"num_hidden_layers": 500}, "num_hidden_layers is 500"),
         ({"num_hidden_layers": "1"}, "num_hidden_layers is '1'"),
         ({"geometry": {"intermediate_size": 2**40}}, "intermediate_size is 1099511627776"),

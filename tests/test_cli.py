@@ -737,7 +737,7 @@ KINDS = [
     (("run", "--cfg", "nope"), "--cfg=nope: use one of job, hydra, all"),
     (("run", "model.path=''"), "model.path='' must be text"),
     (("run", "model.path=5"), "model.path=5 must be text"),
-    (("run", "task.path=[a]"), "task.path=['a'] must be text"),
+    (("run", "task.path=[a]"), "task.path=['a'] must be the path of a file"),
     (("run", "seed=1180591620717411303424"), "seed=1180591620717411303424 must be a number, an integer of 64 bits"),
     (("run", "num_threads=1000000"), "num_threads=1000000"),
     (("run", "sampling.skip_special_tokens=1"), "sampling.skip_special_tokens=1 must be true or false"),

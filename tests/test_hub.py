@@ -562,4 +562,4 @@ def test_a_model_deeper_than_any_is_not_begun(change: dict[str, Any], copy: Path
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
     for action in (lambda: load(copy), lambda: hub.load_model(copy)):
-        refuse(action, str(copy), "in config.json is over 1000")
+        refuse(action, str(copy), "in config.json is outside 1..1000")

@@ -25,6 +25,7 @@ from specdec import LLM, SamplingParams, parallel_state, shard
 from specdec.core import Context, Policy
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
+from specdec.stats import Totals
 from specdec.target import CausalLM
 
 MODELS = ("tiny-llama", "tiny-qwen3")
@@ -85,6 +86,7 @@ def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: i
     llm.speculative_config, llm.target, llm.seed, llm._counter = SpeculativeConfig(**given), target, 0, iter(range(99))
     built = llm.speculative_config.build(target)
     llm.engine = Engine(target, *built, max_batch_size=rows, prefill_chunk_size=64, policy=policy)
+    llm._totals = Totals(target.name, built[0].num_speculative_tokens)
     prompts = [{"prompt_token_ids": ids} for ids in tiny_prompts()[:3]]
     done = llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS), use_tqdm=False)
     return [list(one.outputs[0].token_ids) for one in done]
