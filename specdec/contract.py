@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from specdec.core import first_line
-from specdec.kv import Refused, SlotCache, Window, slot_attention
+from specdec.kv import SlotCache, UnsupportedModel, Window, slot_attention
 from specdec.linear import PackedLinear
 from specdec.shard import Gathered
 
@@ -34,7 +34,7 @@ HARMLESS = {
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "logits_to_keep",
 }  # fmt: skip
-SINKS = {"s_aux": "attention sinks (s_aux)"}  # what an argument is called, where its name does not say it
+ARGUMENT_NAMES = {"s_aux": "attention sinks (s_aux)"}  # what an argument is called, where its name does not say it
 # How far logits may be from transformers' own, as a share of their spread. In float32 rounding makes less than 1e-5 of it for
 # small models, and what is wrong 0.25 and more. In 16 bits rounding makes 0.02, and more where a mixture's router tips over.
 TOLERANCE, TOLERANCE_16_BITS, MOST_16_BITS = 0.01, 0.25, 0.5
@@ -48,30 +48,34 @@ class Contract:
     vocab_size: columns of the logits.
     layers: the decoder layers.
     final_norm: what stands between the last layer and the output layer; the identity if nothing does.
-    no_states: why hidden states cannot be read, or their logits not be derived; empty if they can.
+    states_error: why hidden states cannot be read, or their logits not be derived; empty if they can.
     """
 
     kv_shapes: list[tuple[int, int, int]]
     vocab_size: int
     layers: nn.ModuleList | None = None
     final_norm: nn.Module | None = None
-    no_states: str = ""
+    states_error: str = ""
 
 
 @dataclass
 class Probe:
-    """Takes down what each call of the attention interface brings, and makes room for it in a cache."""
+    """Records and checks every call of the attention interface, and makes room for its layer in a cache.
+
+    masks: by address, a mask that transformers made, and its rule.
+    most_positions: how long a row may become.
+    """
 
     cache: SlotCache
     calls: list[int] = field(default_factory=list)
-    masks: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # by address: a mask that was made, and its rule
+    masks: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
     most_positions: int = 2**31
 
-    def mask(self, **given: Any) -> Tensor:
-        """Stands in for transformers' making of masks: notes the rule."""
-        shape = given["batch_size"], 1, given["q_length"], given["kv_length"]
-        mask = torch.zeros(shape, dtype=given.get("dtype", torch.float32), device=given.get("device"))
-        self.masks[mask.data_ptr()] = mask, given["mask_function"]
+    def mask(self, **arguments: Any) -> Tensor:
+        """Stands in for transformers' making of masks: keeps the rule."""
+        shape = arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"]
+        mask = torch.zeros(shape, dtype=arguments.get("dtype", torch.float32), device=self.cache.device)
+        self.masks[mask.data_ptr()] = mask, arguments["mask_function"]
         return mask
 
     def note(
@@ -84,25 +88,31 @@ class Probe:
         sliding_window: int | None,
         unused: dict[str, Any],
     ) -> None:
-        """One call of the interface. Raises Refused for what the slot cache would not do."""
+        """One call of the interface. Raises UnsupportedModel for what the slot cache would not do."""
         layer = getattr(module, "layer_idx", None)
         if type(layer) is not int or layer < 0:
-            raise Refused(f"{type(module).__name__} calls transformers' attention interface without the number of its layer")
-        for name, given in unused.items():
-            changes = given is not None and given is not False and name not in HARMLESS
+            raise UnsupportedModel(
+                f"{type(module).__name__} calls transformers' attention interface without the number of its layer"
+            )
+        for name, argument in unused.items():
+            changes = argument is not None and argument is not False and name not in HARMLESS
             if name == "dropout":
-                changes = bool(given)
+                changes = bool(argument)
             if name == "is_causal":
-                changes = given is False
+                changes = argument is False
             if changes:
-                raise Refused(f"{type(module).__name__} attends with {SINKS.get(name, name)}, which the engine does not know")
+                raise UnsupportedModel(
+                    f"{type(module).__name__} attends with {ARGUMENT_NAMES.get(name, name)}, which the engine does not know"
+                )
         shapes = [list(x.shape) for x in (query, key, value)]
         fits = query.shape[0] == 1 and query.shape[2] == key.shape[2] == value.shape[2] and key.shape[:2] == value.shape[:2]
         if not fits or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-            raise Refused(f"{type(module).__name__} attends by tensors of shapes {shapes}, which are not those of one row")
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends by tensors of shapes {shapes}, which are not those of one row"
+            )
         if attention_mask is not None:
             if attention_mask.data_ptr() not in self.masks:
-                raise Refused(f"{type(module).__name__} attends with a mask of its own")
+                raise UnsupportedModel(f"{type(module).__name__} attends with a mask of its own")
             self._check_mask(self.masks[attention_mask.data_ptr()][1], sliding_window, module)
         self.calls.append(layer)
         self.cache.set_layer(layer, (key.shape[1], key.shape[3], value.shape[3]))
@@ -112,19 +122,22 @@ class Probe:
         last = min(self.most_positions, 2**31) - 1
         steps = [0, *(2**i for i in range(31)), *([] if sliding_window is None else [sliding_window - 1, sliding_window])]
         pairs = [(q, q + sign * step) for q in (0, last // 3, last) for step in steps for sign in (-1, 1)]
-        query, key = torch.tensor([pair for pair in pairs if 0 <= pair[1] <= last]).unbind(1)
-        wanted = key <= query
+        pairs = [pair for pair in pairs if 0 <= pair[1] <= last]
+        query, key = torch.tensor(pairs, device=self.cache.device).unbind(1)
+        expected = key <= query
         if sliding_window is not None:
-            wanted &= key > query - sliding_window
+            expected &= key > query - sliding_window
         zero = torch.zeros_like(query)
         try:
-            seen = torch.as_tensor(rule(zero, zero, query, key)).expand_as(wanted).cpu()
+            visible = torch.as_tensor(rule(zero, zero, query, key)).expand_as(expected).bool()
         except Exception as error:  # a rule may read what a text model does not give
-            raise Refused(f"{type(module).__name__} attends with a mask that cannot be read ({first_line(error)})") from None
-        if not torch.equal(seen.bool(), wanted):
-            b = int((seen.bool() != wanted).nonzero()[0])
-            does = "sees" if seen[b] else "does not see"
-            raise Refused(
+            raise UnsupportedModel(
+                f"{type(module).__name__} attends with a mask that cannot be read ({first_line(error)})"
+            ) from None
+        if not torch.equal(visible, expected):
+            b = int((visible != expected).nonzero()[0])
+            does = "sees" if visible[b] else "does not see"
+            raise UnsupportedModel(
                 f"{type(module).__name__} attends with a mask that the engine does not know: position {query[b]} {does} "
                 f"position {key[b]}"
             )
@@ -138,7 +151,7 @@ def probe(
     dtype, device: of keys and values.
     cap: what the architecture does to the output layer's result.
     most_positions: how long a row may become.
-    Raises Refused with the reason.
+    Raises UnsupportedModel with the reason.
     """
     config = model.config.get_text_config()
     loud = transformers_logging.get_verbosity()
@@ -149,6 +162,12 @@ def probe(
     AttentionMaskInterface.register(PROBE, recorder.mask)
     token_N = torch.tensor(_tokens(config), device=device)
 
+    def compare(logits_NV: Tensor, expected_NV: Tensor, why: str) -> None:
+        gap, exact = _gap(logits_NV, expected_NV), dtype == torch.float32
+        near = gap <= (TOLERANCE if exact else TOLERANCE_16_BITS)
+        if not near and (exact or not gap <= _rounding(model, token_N)):
+            raise UnsupportedModel(f"its logits differ by {gap:.0%} from those of transformers' own attention: {why}")
+
     def forward(start: list[int], counts: list[int], probe: Probe | None, keep: Tensor | None = None) -> Tensor:
         tokens = torch.cat([token_N[first : first + count] for first, count in zip(start, counts, strict=True)])
         return call(model, tokens, Window(cache, 0, np.array(start), np.array(counts), probe), keep)
@@ -156,31 +175,27 @@ def probe(
     try:
         with torch.no_grad():
             _use(model, PROBE)
-            with _Watched(model) as watched:
+            with ModuleTrace(model) as trace:
                 first = forward([0], [NUM_FIRST], recorder)
             layers = _layers(model, recorder.calls)
             if first.shape != (NUM_FIRST, config.vocab_size):
-                raise Refused(f"its logits are {first.shape[-1]} wide, and its config has vocab_size={config.vocab_size}")
+                raise UnsupportedModel(
+                    f"its logits are {first.shape[-1]} wide, and its config has vocab_size={config.vocab_size}"
+                )
             _use(model, ATTENTION)
             # the first row goes on from its cache, the second begins beside it; of some tokens nobody wants logits
             keep = torch.arange(1, 2 * NUM_TOKENS - NUM_FIRST, device=device)
             later = forward([NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], None, keep)
-            own = _reference(model, token_N, "eager")
-            exact = dtype == torch.float32
-            for ours, theirs, why in (
-                (first, own[:NUM_FIRST], "its attention or its positions are made of more than the engine gives it"),
-                (later, torch.cat([own[NUM_FIRST:], own])[1:], "it counts positions, or keeps a state, by itself"),
-            ):
-                gap = _gap(ours, theirs)
-                near = gap <= (TOLERANCE if exact else TOLERANCE_16_BITS)
-                if not near and (exact or not gap <= _rounding(model, token_N, own)):
-                    raise Refused(f"its logits differ by {gap:.0%} from those of transformers' own attention: {why}")
-            norm, no_states = watched.between(layers, first, cap, config.hidden_size)
-        return Contract(cache.layers, first.shape[-1], layers, norm, no_states)
-    except Refused:
+            reference = _reference(model, token_N, "eager")
+            compare(first, reference[:NUM_FIRST], "its attention or its positions are made of more than the engine gives it")
+            again = torch.cat([reference[NUM_FIRST:], reference])[1:]
+            compare(later, again, "it counts positions, or keeps a state, by itself")
+            norm, states_error = trace.between(layers, first, cap, config.hidden_size)
+        return Contract(cache.layers, first.shape[-1], layers, norm, states_error)
+    except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model does with arguments that it does not know
-        raise Refused(f"a forward of the engine fails ({first_line(error)})") from None
+        raise UnsupportedModel(f"a forward of the engine fails ({first_line(error)})") from None
     finally:
         transformers_logging.set_verbosity(loud)
 
@@ -205,7 +220,7 @@ def _reference(model: Any, token_N: Tensor, attention: str) -> Tensor:
     try:
         logits: Tensor = model(input_ids=token_N.unsqueeze(0), use_cache=False).logits[0]
     except Exception as error:
-        raise Refused(f"its own forward fails, without the engine ({first_line(error)})") from None
+        raise UnsupportedModel(f"its own forward fails, without the engine ({first_line(error)})") from None
     finally:
         _use(model, ATTENTION)
     return logits
@@ -214,15 +229,15 @@ def _reference(model: Any, token_N: Tensor, attention: str) -> Tensor:
 def _use(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
     if model.config.get_text_config()._attn_implementation != implementation:
-        raise Refused("its attention does not go through transformers' attention interface")
+        raise UnsupportedModel("its attention does not go through transformers' attention interface")
 
 
 def _tokens(config: Any) -> list[int]:
     """Ids from all over the vocabulary, without those that have a part to play (some models count positions by the padding)."""
     special: set[int | None] = set()
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        given = getattr(config, key, None)
-        special |= set(given) if isinstance(given, list | tuple) else {given}
+        ids = getattr(config, key, None)
+        special |= set(ids) if isinstance(ids, list | tuple) else {ids}
     ordinary = [i for i in (config.vocab_size * k // 64 for k in range(1, 63)) if i not in special]
     return (ordinary * NUM_TOKENS)[: 7 * NUM_TOKENS : 7]
 
@@ -230,14 +245,16 @@ def _tokens(config: Any) -> list[int]:
 def _layers(model: Any, calls: list[int]) -> nn.ModuleList | None:
     """Every layer once, in the list of them; None if they lie elsewhere."""
     if not calls:
-        raise Refused("none of its layers calls transformers' attention interface")
+        raise UnsupportedModel("none of its layers calls transformers' attention interface")
     for layer in calls:
         if calls.count(layer) > 1:
-            raise Refused(f"layer {layer} calls transformers' attention interface {calls.count(layer)} times in one forward")
+            raise UnsupportedModel(
+                f"layer {layer} calls transformers' attention interface {calls.count(layer)} times in one forward"
+            )
     num_layers = model.config.get_text_config().num_hidden_layers
     missing = set(range(max(num_layers, max(calls) + 1))) - set(calls)
     if missing:
-        raise Refused(f"layer {min(missing)} does not call transformers' attention interface")
+        raise UnsupportedModel(f"layer {min(missing)} does not call transformers' attention interface")
     return layers_of(model, len(calls))
 
 
@@ -246,7 +263,7 @@ def layers_of(model: Any, num_layers: int) -> nn.ModuleList | None:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             numbers = [{getattr(part, "layer_idx", None) for part in child.modules()} - {None} for child in module]
-            if all(own == {i} for i, own in enumerate(numbers)):
+            if all(number == {i} for i, number in enumerate(numbers)):
                 return module
     return None
 
@@ -257,46 +274,49 @@ def decoder_of(model: Any) -> Any:
     return model.model if decoder is model else decoder
 
 
-def _gap(ours_NV: Tensor, theirs_NV: Tensor) -> float:
-    """How far logits are from others, as a share of the spread of those. Raises Refused if those are not finite."""
-    ours_NV, theirs_NV = ours_NV.double(), theirs_NV.double()
-    never_NV = theirs_NV < -1e9  # tokens that a model never says
-    if not theirs_NV.masked_fill(never_NV, 0.0).isfinite().all() or never_NV.all(-1).any():
-        raise Refused("its logits are not finite (nan or inf); use another dtype, or fetch the model again")
-    ours_NV, theirs_NV = ours_NV.masked_fill(never_NV & (ours_NV < -1e9), 0.0), theirs_NV.masked_fill(never_NV, 0.0)
-    spread_NV = theirs_NV - theirs_NV.mean(-1, keepdim=True)
-    return ((ours_NV - theirs_NV).norm() / spread_NV.norm().clamp(min=1e-12)).item()
+def _gap(logits_NV: Tensor, expected_NV: Tensor) -> float:
+    """How far logits are from the expected ones, as a share of the spread of those. Raises UnsupportedModel if those are not
+    finite."""
+    logits_NV, expected_NV = logits_NV.double(), expected_NV.double()
+    masked_NV = expected_NV < -1e9  # tokens that a model never says
+    if not expected_NV.masked_fill(masked_NV, 0.0).isfinite().all() or masked_NV.all(-1).any():
+        raise UnsupportedModel("its logits are not finite (nan or inf); use another dtype, or fetch the model again")
+    logits_NV = logits_NV.masked_fill(masked_NV & (logits_NV < -1e9), 0.0)
+    expected_NV = expected_NV.masked_fill(masked_NV, 0.0)
+    spread_NV = expected_NV - expected_NV.mean(-1, keepdim=True)
+    return ((logits_NV - expected_NV).norm() / spread_NV.norm().clamp(min=1e-12)).item()
 
 
-def _rounding(model: Any, token_N: Tensor, own_NV: Tensor) -> float:
-    """What rounding may make of the logits in 16 bits: as much as between two of transformers' own attentions, and more."""
+def _rounding(model: Any, token_N: Tensor) -> float:
+    """What rounding may make of the logits in 16 bits, where it makes much: twice what it makes between two attentions of
+    transformers' own."""
     try:
-        between = _gap(_reference(model, token_N, "sdpa"), own_NV)
-    except ValueError:  # a model that has one of its own only
-        between = 0.0
+        between = _gap(_reference(model, token_N, "sdpa"), _reference(model, token_N, "eager"))
+    except ValueError:  # a model that has one of them only
+        return 0.0
     return min(2 * between, MOST_16_BITS)
 
 
-class _Watched:
-    """Takes down what leaves every decoder layer, and what enters and leaves the modules outside of these."""
+class ModuleTrace:
+    """Records what enters and leaves every module of one forward."""
 
     def __init__(self, model: Any):
         self.model = model
         self.head: Any = None
-        self.seen: list[tuple[nn.Module, Any, Any]] = []
+        self.records: list[tuple[nn.Module, Any, Any]] = []
         self.hooks: list[Any] = []
 
-    def __enter__(self) -> _Watched:
+    def __enter__(self) -> ModuleTrace:
         try:
             self.head = self.model.get_output_embeddings()
         except Exception:  # some classes have none, and say so by an error
             self.head = None
 
-        def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            self.seen.append((module, entering(args, kwargs), leaving(out)))
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            self.records.append((module, entering(args, kwargs), leaving(out)))
 
         for module in self.model.modules():
-            self.hooks.append(module.register_forward_hook(take, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(record, with_kwargs=True))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -309,21 +329,21 @@ class _Watched:
         """The module between the last layer and the output layer; or None, and why there is none to read states by."""
         if layers is None:
             return None, "its decoder layers are not in one list"
-        order = [module for module, _, _ in self.seen]
+        order = [module for module, _, _ in self.records]
         places = [order.index(layer) for layer in layers if layer in order]
         if len(places) < len(layers) or places != sorted(places):
             return None, "its decoder layers do not run one after the other"
         shape = (1, len(logits_NV), width)
         for place in places:
-            _, before, after = self.seen[place]
+            _, before, after = self.records[place]
             if before is None or after is None or before.shape != shape or after.shape != shape:
                 return None, "what passes between its decoder layers is not one state per token"
         if not isinstance(self.head, nn.Linear | PackedLinear | Gathered) or self.head not in order:
             return None, "it has no output layer that is a linear one"
-        last, read = self.seen[places[-1]][2], self.seen[order.index(self.head)][1]
+        last, read = self.records[places[-1]][2], self.records[order.index(self.head)][1]
         assert last is not None
         candidates: list[nn.Module] = [nn.Identity()] if _same(last, read) else []
-        for module, before, after in self.seen[places[-1] + 1 :]:
+        for module, before, after in self.records[places[-1] + 1 :]:
             if module is not self.head and _same(before, last) and _same(after, read):
                 candidates.append(module)
         for module in candidates:
@@ -335,14 +355,14 @@ class _Watched:
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The states that a module is given."""
-    given = args[0] if args else kwargs.get("hidden_states")
-    return given if isinstance(given, Tensor) else None
+    states = args[0] if args else kwargs.get("hidden_states")
+    return states if isinstance(states, Tensor) else None
 
 
 def leaving(out: Any) -> Tensor | None:
     """The states that leave it."""
-    given = out[0] if isinstance(out, tuple) and out else out
-    return given if isinstance(given, Tensor) else None
+    states = out[0] if isinstance(out, tuple) and out else out
+    return states if isinstance(states, Tensor) else None
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

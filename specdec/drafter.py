@@ -376,7 +376,7 @@ class Drawing:
         """draft_B: tokens that each row really has."""
         q_BKV = torch.stack(self.laws, 1) if self.probabilistic else None
         evidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
-        finite_BK = torch.stack(self.most, 1).isfinite()
+        finite_BK = sampling.finite(torch.stack(self.most, 1))
         token_BK = torch.stack(self.tokens, 1)
         return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
 

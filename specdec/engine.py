@@ -64,7 +64,7 @@ class Engine:
         if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
             raise ValueError(
                 f"max_model_len={max_model_len} is outside 2..{target.max_model_len}, which {target.name} can do"
-                f"{target.why_no_longer}"
+                f"{target.max_model_len_reason}"
             )
         need, have = max_batch_size * (target.vocab_size + ROW_BYTES), psutil.virtual_memory().available
         if need > have:
@@ -114,7 +114,7 @@ class Engine:
             raise ValueError(
                 f"request {request.id}: the prompt has {len(ids)} tokens, and max_model_len={self.max_model_len} leaves no "
                 f"room for an answer; shorten the prompt{'' if own else ' or raise max_model_len'}"
-                f"{self.target.why_no_longer if own else ''}"
+                f"{self.target.max_model_len_reason if own else ''}"
             )
         if (asked := request.params.num_speculative_tokens) is not None and asked > self.proposer.num_speculative_tokens:
             most = self.proposer.num_speculative_tokens
@@ -355,12 +355,12 @@ class Engine:
                 logits_BJV = self._adjust(rows, draft, logits_BJV)
             row_N = torch.arange(len(rows), device=logits_NV.device).repeat_interleave(num_positions)
             flat_NV = logits_BJV.flatten(0, 1).float()
-            best_N = sampling.best(flat_NV)
-            p_BJV = sampling.probs(flat_NV, params, row_N, best_N).view_as(logits_BJV)
+            most_N = flat_NV.amax(-1)
+            p_BJV = sampling.probs(flat_NV, params, row_N, most_N).view_as(logits_BJV)
             verdict = self.verifier(draft, p_BJV, self._noise(rows, num_positions))
-            finite_B = best_N[0].isfinite().view(len(rows), -1).all(1)
+            finite_B = sampling.finite(most_N).view(len(rows), -1).all(1)
             token_B = torch.where(finite_B, verdict.token_B, TARGET_NOT_FINITE)
-            columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _marked(draft)]
+            columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _tokens_for_host(draft)]
             host = torch.cat(columns, 1).cpu().numpy()
             told = Told(host[:, 0], host[:, 1], host[:, 2:])
         bad_BK = (told.draft_BK < 0) & (np.arange(num_positions - 1) < count_B[:, None] - 1)
@@ -379,8 +379,9 @@ class Engine:
     def _verify_greedy(self, draft: Draft, logits_NV: Tensor) -> Told:
         """`match.compare` with the argmax, on the host: what every lossless scheme comes to when all rows are greedy."""
         count_B, (num_rows, num_draft) = draft.length_B.numpy() + 1, draft.token_BK.shape
-        most, best = sampling.best(logits_NV)
-        host = torch.cat([_marked(draft).flatten(), torch.where(most.isfinite(), best, TARGET_NOT_FINITE)]).cpu().numpy()
+        most, best = logits_NV.max(-1)  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
+        best = torch.where(sampling.finite(most), best, TARGET_NOT_FINITE)
+        host = torch.cat([_tokens_for_host(draft).flatten(), best]).cpu().numpy()
         draft_BK, best_N = host[: num_rows * num_draft].reshape(num_rows, num_draft), host[num_rows * num_draft :]
         first_B = np.cumsum(count_B) - count_B
         if num_draft == 0:
@@ -398,7 +399,7 @@ class Engine:
         b = int(np.flatnonzero(token_B < 0)[0])
         request, length = self._request(rows[b]), int(self.length_R[rows[b]])
         if token_B[b] == TARGET_NOT_FINITE:
-            what = self.target.not_finite
+            what = self.target.not_finite_message
         else:
             names = draft.proposer_B or [getattr(self.proposer, "name", type(self.proposer).__name__)] * len(rows)
             what = (
@@ -571,7 +572,7 @@ class Engine:
         return 0
 
 
-def _marked(draft: Draft) -> Tensor:
+def _tokens_for_host(draft: Draft) -> Tensor:
     """[B, K] its tokens for the host, and below 0 those whose logits were not finite."""
     return draft.token_BK if draft.finite_BK is None else torch.where(draft.finite_BK, draft.token_BK, DRAFTER_NOT_FINITE)
 

@@ -79,7 +79,7 @@ class SlotCache:
             stored.zero_()
 
 
-class Refused(ValueError):
+class UnsupportedModel(ValueError):
     """A reason why a model cannot be decoded, to stand inside a line that names the model."""
 
 
@@ -169,7 +169,7 @@ def slot_attention(
     if callable(window):
         return window(module, query, key, value, scaling, sliding_window, softcap).contiguous(), None
     if window is None:
-        raise Refused("the engine's arguments do not reach its attention")
+        raise UnsupportedModel("the engine's arguments do not reach its attention")
     if window.probe is not None:
         window.probe.note(module, query, key, value, attention_mask, sliding_window, unused)
     num_heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]

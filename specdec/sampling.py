@@ -57,20 +57,17 @@ def one_hot(token: Tensor, vocab_size: int) -> Tensor:
     return law.scatter_(-1, token.unsqueeze(-1), 1.0)
 
 
-def best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] values and ids of the largest logits, the first of equals. A value that is not finite tells that the row holds nan
-    or +inf, or nothing but -inf (a token that is -inf among others is one that is never said)."""
-    values_N, token_N = logits_NV.max(-1)  # argmax is slow in bfloat16 on a CPU
-    return values_N, token_N
+def finite(most_N: Tensor) -> Tensor:
+    """Whether lines of logits have a law, by the largest of each: that is nan if any is, +inf if any is, and -inf if there is
+    nothing else. (A token that is -inf among others is one that is never said.)"""
+    return most_N.isfinite()
 
 
-def probs(
-    logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor, best_N: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor, most_N: Tensor | None = None) -> Tensor:
     """The laws that processed logits stand for: temperature, then min-p, top-k and top-p, as vLLM orders them.
 
     logits_NV: after penalties and bias; params: one per row; row_N: which row's parameters a line of logits takes;
-    best_N: what `best` says of them, if the caller knows it.
+    most_N: the largest of each line, if the caller knows it.
     Returns p_NV, float32. A row of temperature 0 is one-hot on the argmax (the lowest id among equals).
     """
 
@@ -78,13 +75,13 @@ def probs(
         return torch.tensor(values, device=logits_NV.device)[row_N].unsqueeze(-1)
 
     logits_NV = logits_NV.float()
-    most_N, argmax_N = best(logits_NV) if best_N is None else best_N
     greedy = [p.greedy for p in params]
     if all(greedy):
-        return one_hot(argmax_N, logits_NV.shape[-1])
+        return one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
     if any(greedy):
-        argmax_NV = one_hot(argmax_N, logits_NV.shape[-1])
+        argmax_NV = one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
     # the maximum goes first, so that a tiny temperature cannot overflow
+    most_N = logits_NV.amax(-1) if most_N is None else most_N
     scaled = (logits_NV - most_N.unsqueeze(-1)) / column([1.0 if p.greedy else p.temperature for p in params])
     if any(p.min_p for p in params):
         scaled = scaled.masked_fill(scaled < column([p.min_p for p in params]).log(), -torch.inf)
@@ -164,10 +161,10 @@ def adjust(
 
 
 def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """How every drafter chooses: [B] tokens, the law [B, V] that they were drawn from, and the largest logits. Without uniforms
-    the argmax, at every temperature (its law is one-hot, and not written down); with them by inverse CDF from
+    """How every drafter chooses: [B] tokens, the law [B, V] that they were drawn from, and the largest logits (see `finite`).
+    Without uniforms the argmax, at every temperature (its law is one-hot, and not written down); with them by inverse CDF from
     softmax(logits / T)."""
-    most_B, best_B = best(logits_BV)
+    most_B, best_B = logits_BV.max(-1)  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
     if uniform_B is None:
         return best_B, None, most_B
     temperature_B1 = temperature_B.unsqueeze(1)

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import contract, hub, linear, shard
 from specdec.contract import ATTENTION, Contract
 from specdec.core import first_line, nearest
-from specdec.kv import Refused, SlotCache, Window
+from specdec.kv import SlotCache, UnsupportedModel, Window
 from specdec.parallel_state import ALONE, Processes
 
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
@@ -70,12 +70,12 @@ class CausalLM:
     each with its own device; logits and hidden states are whole in all of them, keys and values are not.
     Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that the slot cache serves.
 
-    max_model_len: most tokens of a row; why_no_longer: the reason, where the model itself goes on further.
+    max_model_len: most tokens of a row; max_model_len_reason: the reason, where the model itself goes on further.
     """
 
     processes: Processes = ALONE
     contract: Contract
-    why_no_longer: str = ""
+    max_model_len_reason: str = ""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class CausalLM:
         self.max_model_len: int = getattr(self.config, "max_position_embeddings", None) or 2**31
         if (original := longrope_limit(self.config)) is not None and original < self.max_model_len:
             self.max_model_len = original
-            self.why_no_longer = (
+            self.max_model_len_reason = (
                 "; beyond them a LongRoPE model turns all positions of a forward by other factors, so a row would depend on "
                 "its batch mates"
             )
-        self.contract = held_to_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
+        self.contract = check_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
         self.vocab_size: int = self.contract.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = len(self.contract.kv_shapes)
@@ -147,17 +147,17 @@ class CausalLM:
         return self.contract.final_norm
 
     @property
-    def not_finite(self) -> str:
+    def not_finite_message(self) -> str:
         """A line about logits that hold nan or inf."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"the logits of {self.name} are not finite (nan or inf) in {dtype}; use another dtype, or fetch the model again"
 
     def check_states(self) -> None:
         """Raise ValueError, one line, if hidden states cannot be read, or the logits not be derived from the last of them."""
-        if self.contract.no_states:
+        if self.contract.states_error:
             raise ValueError(
                 f"{self.name}: hidden states of model_type {self.config.model_type!r} cannot be used: "
-                f"{self.contract.no_states}; it decodes with methods that read none (ngram, suffix, draft_model)"
+                f"{self.contract.states_error}; it decodes with methods that read none (ngram, suffix, draft_model)"
             )
 
     def check_shared_parts(self) -> None:
@@ -375,7 +375,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(least.isfinite() & most.isfinite())
 
 
-def held_to_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.device, most_positions: int = 2**31) -> Contract:
+def check_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.device, most_positions: int = 2**31) -> Contract:
     """What a probe of a loaded model finds. Raises ValueError, one line, for one that the slot cache cannot serve."""
 
     def cap(logits: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def held_to_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.d
 
     try:
         return contract.probe(model, dtype, device, cap, most_positions)
-    except Refused as error:
+    except UnsupportedModel as error:
         raise ValueError(f"{path}: model_type {model.config.model_type!r} cannot be decoded here: {error}") from None
 
 

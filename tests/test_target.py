@@ -19,7 +19,7 @@ from specdec.contract import Probe
 from specdec.core import Request, SamplingParams
 from specdec.drafter import Init
 from specdec.engine import Engine
-from specdec.kv import Refused, SlotCache
+from specdec.kv import SlotCache, UnsupportedModel
 from specdec.linear import PackedLinear, can_pack
 from specdec.target import CausalLM
 from specdec.training.data import Sample
@@ -232,7 +232,7 @@ def test_the_rule_of_a_mask_is_that_of_the_slots(rule: Any, sliding_window: int 
     if not word:
         probe._check_mask(rule, sliding_window, torch.nn.Identity())
         return
-    with pytest.raises(Refused, match=word):
+    with pytest.raises(UnsupportedModel, match=word):
         probe._check_mask(rule, sliding_window, torch.nn.Identity())
 
 

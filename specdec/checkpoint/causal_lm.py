@@ -24,7 +24,7 @@ from specdec.checkpoint.foreign import DEEPEST, OURS
 from specdec.checkpoint.native import Checkpoint
 from specdec.contract import layers_of
 from specdec.core import first_line, read_json_object
-from specdec.target import held_to_contract, load_weights
+from specdec.target import check_contract, load_weights
 
 # what transformers says of every config, and where a model was read from
 CLUTTER = {
@@ -74,7 +74,7 @@ def read(name: str | Path, revision: str | None = None, method: str = "draft_mod
     LM whose attention layers a slot cache can serve, or not in safetensors."""
     directory, cpu = find(name, revision), torch.device("cpu")
     model = load_weights(directory, torch.float32, cpu)
-    held_to_contract(model, directory, torch.float32, cpu)
+    check_contract(model, directory, torch.float32, cpu)
     return taken(model, method, str(name))
 
 

@@ -117,7 +117,7 @@ class Pard(DraftModel):
         drawn_N, law_NV, most_N = sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N)
         drafted_N, q_NV = self.said(drawn_N, law_NV)
         finite_BK = torch.ones(len(rows), num_draft, dtype=torch.bool, device=most_N.device)
-        finite_BK.index_put_((at_N[0], at_N[1]), most_N.isfinite())
+        finite_BK.index_put_((at_N[0], at_N[1]), sampling.finite(most_N))
         token_BK = drafted_N.new_zeros(len(rows), num_draft).index_put_((at_N[0], at_N[1]), drafted_N)
         q_BKV = None
         if q_NV is not None:

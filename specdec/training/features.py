@@ -128,7 +128,7 @@ class Online:
         if length > self.target.max_model_len:
             raise ValueError(
                 f"sample {sample.id} has {length} tokens, and {self.target.name} can see {self.target.max_model_len}; "
-                f"lower data.max_length{self.target.why_no_longer}"
+                f"lower data.max_length{self.target.max_model_len_reason}"
             )
         self.cache.reserve(1, length)
         out = self.target.prefill(self.cache, 0, sample.token_n, 0, CHUNK, self.layers)
@@ -139,7 +139,7 @@ class Online:
             self._check(out.logits[-1], hidden_nTD[-1, -1])
         argmax_n, logsumexp_n = teach(self.target, hidden_nTD[:, -1], sample.mask_n)
         if not logsumexp_n.isfinite().all():
-            raise ValueError(f"sample {sample.id}: {self.target.not_finite}")
+            raise ValueError(f"sample {sample.id}: {self.target.not_finite_message}")
         features = Features(hidden_nTD, argmax_n, logsumexp_n)
         if self.kept_bytes + features.num_bytes <= self.keep_bytes:
             self.kept_bytes += features.num_bytes
