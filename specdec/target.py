@@ -384,7 +384,8 @@ def check_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.dev
     try:
         return contract.probe(model, dtype, device, cap, most_positions)
     except UnsupportedModel as error:
-        raise ValueError(f"{path}: model_type {model.config.model_type!r} cannot be decoded here: {error}") from None
+        remedy = "" if "; use " in str(error) else "; use a model of another type"
+        raise ValueError(f"{path}: model_type {model.config.model_type!r} cannot be decoded here: {error}{remedy}") from None
 
 
 def longrope_limit(config: Any) -> int | None:

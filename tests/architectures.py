@@ -406,7 +406,8 @@ def check(case: Case, outcome: Outcome) -> list[str]:
     """What came otherwise than it stands in the case."""
     faults = list(outcome.wrong)
     for what, wanted, line in (("refused", case.refused, outcome.refused), ("states", case.states, outcome.no_states)):
-        if bool(wanted) != bool(line) or wanted not in line or "\n" in line:
+        says_what_to_do = not line or "use " in line.rpartition(";")[2] or "decodes with" in line
+        if bool(wanted) != bool(line) or wanted not in line or "\n" in line or not says_what_to_do:
             faults.append(f"{what} should say {wanted!r}, and says {line!r}")
     return faults
 
@@ -420,7 +421,8 @@ def table(cases: list[Case]) -> tuple[str, list[str]]:
         faults += [f"{case.label}: {fault}" for fault in check(case, outcome)]
         if outcome.refused:
             reason = outcome.refused.removeprefix("MODEL: ").partition(" cannot be decoded here: ")
-            lines.append(f"| {case.label} | refused: {reason[2] or reason[0]} | |")
+            short = (reason[2] or reason[0]).partition(", which attends")[0].partition("; use ")[0]
+            lines.append(f"| {case.label} | refused: {short} | |")
             continue
         decodes = f"NOT as generate: {', '.join(outcome.wrong)}" if outcome.wrong else "as `generate`"
         reason = outcome.no_states.removeprefix("MODEL: ").partition(" cannot be used: ")
