@@ -53,7 +53,7 @@ def run(cfg: dict[str, Any]) -> None:
             return loaded
 
         theirs, assistant = plain(target.path), plain(hub.resolve(draft_name))
-        prompts = [tasks.prompt_ids(target.tokenizer, [task.turns[0]], []) for task in chosen]
+        prompts = [tasks.first_prompt_ids(target.tokenizer, task) for task in chosen]
 
         def engine(name: str, rows: int = 1, target: CausalLM = target, **settings: Any) -> Engine:
             return Engine(target, method.build(name, target, **settings), rejection.build("standard"), rows)

@@ -59,7 +59,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         **shape,
     }
 
-    lengths = [len(tasks.prompt_ids(target.tokenizer, [task.turns[0]], [], task.system)) for task in chosen]
+    lengths = [len(tasks.first_prompt_ids(target.tokenizer, task)) for task in chosen]
     context = cfg["cost_context"] or int(np.mean(lengths) + (params.max_tokens or 128) / 2)
     tables = {}
     for name, (proposer, _) in built.items():

@@ -23,7 +23,7 @@ from specdec.engine import Engine
 from specdec.llm import derived_seed
 from specdec.stats import Served
 from specdec.target import CausalLM
-from specdec.tasks import Task, prompt_ids, request_id
+from specdec.tasks import Task, first_prompt_ids, request_id
 
 KINDS = ("poisson", "trace")
 MOST = 1_000_000  # arrivals of a run: they are listed before it begins
@@ -188,7 +188,7 @@ def requests(
     last: then with '#2' behind its id, and so another seed. Where a trace has given that name to another, the next number."""
     given = {arrival.id for arrival in arrivals if arrival.id}
     last = [0] * len(tasks)
-    prompts = [prompt_ids(target.tokenizer, [task.turns[0]], [], task.system) for task in tasks]
+    prompts = [first_prompt_ids(target.tokenizer, task) for task in tasks]
     for i, arrival in enumerate(arrivals):
         again, place = divmod(i, len(tasks))
         task = tasks[place]

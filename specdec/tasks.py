@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specdec.core import Request, SamplingParams, parse_json, short_repr
 from specdec.engine import Engine
 from specdec.llm import derived_seed, render_chat
+from specdec.training.data import parse_tools, unused_note
 
+_FIELDS = {"turns", "id", "question_id", "category", "system", "tools"}
 DEMO = Path(__file__).parent / "assets" / "demo.jsonl"
 
 
@@ -33,7 +36,8 @@ class Task:
 
 
 def load(path: Path | str, limit: int | None = None) -> list[Task]:
-    """Tasks of a JSON-lines file with `turns` and, optionally, `category` and `id` (or `question_id`).
+    """Tasks of a JSON-lines file with `turns` and, optionally, `category`, `id` (or `question_id`), `system` and `tools` (JSON
+    schemas, or their JSON text). A note on stderr counts fields that nothing reads.
 
     limit: so many tasks, taken from the categories in turn. A malformed line is a ValueError with its number.
     """
@@ -46,20 +50,25 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
         raise ValueError(f"task.path={path}: no such file")
     tasks: list[Task] = []
     seen: set[str] = set()
+    unused: Counter[str] = Counter()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                task = _parse(line, f"{path}, line {number}", number)
+                task, others = _parse(line, f"{path}, line {number}", number)
+                unused.update(others)
                 if task.id in seen:
                     raise ValueError(f"{path}, line {number}: the id {task.id!r} has been used before; make ids unique")
                 seen.add(task.id)
                 tasks.append(task)
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
+    if unused and os.environ.get("RANK", "0") == "0":
+        print(f"note: {path}: {unused_note(unused)}", file=sys.stderr)
     return tasks if limit is None else _spread(tasks, limit)
 
 
-def _parse(line: bytes, where: str, number: int) -> Task:
+def _parse(line: bytes, where: str, number: int) -> tuple[Task, list[str]]:
+    """A line's task, and its fields that nothing reads."""
     row = parse_json(line, where)
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
@@ -68,7 +77,15 @@ def _parse(line: bytes, where: str, number: int) -> Task:
     for key, value, kinds in (("id", name, str | int), ("category", category, str)):
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ValueError(f"{where}: {key}={short_repr(value)} must be text{' or a number' if key == 'id' else ''}")
-    return Task(str(name), category, tuple(turns))
+    system = row.get("system")
+    if not isinstance(system, str | None):
+        raise ValueError(f"{where}: system={short_repr(system)} must be text")
+    try:
+        tools = parse_tools(row.get("tools"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    unused = sorted({key for key, value in row.items() if value is not None} - _FIELDS)
+    return Task(str(name), category, tuple(turns), system or None, json.dumps(tools) if tools else None), unused
 
 
 def _spread(tasks: list[Task], limit: int) -> list[Task]:
@@ -79,6 +96,19 @@ def _spread(tasks: list[Task], limit: int) -> list[Task]:
         order.append((rank[task.category], place))
         rank[task.category] += 1
     return [tasks[place] for place in sorted(place for _, place in sorted(order)[:limit])]
+
+
+def first_prompt_ids(tokenizer: Any, task: Task) -> list[int]:
+    """Token ids of a task up to its first user turn."""
+    return prompt_ids(tokenizer, list(task.turns[:1]), [], task.system, task.tools)
+
+
+def check_shown(tokenizer: Any, task: Task) -> None:
+    """Raise ValueError, one line, if the chat template does not show a task's system message or its tools."""
+    whole = first_prompt_ids(tokenizer, task)
+    for key, without in (("system", replace(task, system=None)), ("tools", replace(task, tools=None))):
+        if without != task and first_prompt_ids(tokenizer, without) == whole:
+            raise ValueError(f"task {task.id}: the chat template does not show its {key}; leave {key} out of the row")
 
 
 def prompt_ids(
@@ -174,5 +204,7 @@ def fingerprint(tasks: list[Task]) -> str:
 def prepare(engine: Engine, tasks: list[Task], params: SamplingParams) -> None:
     """Check the tasks' first turns and make room for them: errors come before anything runs."""
     tokenizer = engine.target.tokenizer
-    first = [prompt_ids(tokenizer, [task.turns[0]], [], task.system, task.tools) for task in tasks]
+    for task in tasks:
+        check_shown(tokenizer, task)
+    first = [first_prompt_ids(tokenizer, task) for task in tasks]
     engine.prepare(*(Request(request_id(task, 1), ids, params) for task, ids in zip(tasks, first, strict=True)))

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from specdec import bench, config, engine, method, rejection, stats, tasks, track
+from specdec import bench, config, engine, hub, method, rejection, stats, tasks, track
 from specdec.config import CONF, read
 from specdec.target import CausalLM
 
@@ -574,6 +574,34 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
     assert len(rows_of(requests)) == count
     assert outputs(out_dir) == outputs(tmp_path / "straight")
     assert json.loads((out_dir / "summary.json").read_text())["overall"]["num_requests"] == count
+
+
+def test_fields_of_a_prompt_reach_the_template_or_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, tool = tmp_path / "prompts.jsonl", {"name": "add", "parameters": {}}
+    rows = [
+        {"turns": ["hi"], "system": "Be brief.", "reference": ["x"]},
+        {"turns": ["hi"], "tools": [tool], "reference": None},
+        {"turns": ["hi"], "tools": json.dumps([tool]), "difficulty": 1},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    brief, listed, text = tasks.load(path)
+    assert "fields that are not used: reference (1 rows), difficulty (1 rows)" in capsys.readouterr().err
+    assert brief.system == "Be brief."
+    assert listed.tools == text.tools == json.dumps([{"type": "function", "function": tool}])
+    tokenizer = hub.load_tokenizer(hub.tiny())
+    assert "Be brief." in tokenizer.decode(tasks.first_prompt_ids(tokenizer, brief))
+    tasks.check_shown(tokenizer, brief)
+    with pytest.raises(ValueError, match=r"task 2: the chat template does not show its tools"):
+        tasks.check_shown(tokenizer, listed)
+    tokenizer.chat_template = "{{ tools }}" + tokenizer.chat_template
+    tasks.check_shown(tokenizer, listed)
+    tokenizer.chat_template = "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"task 1: the chat template does not show its system"):
+        tasks.check_shown(tokenizer, brief)
+    for bad in ({"system": 5}, {"tools": "not json"}, {"tools": [1]}):
+        path.write_text(json.dumps({"turns": ["hi"]} | bad) + "\n")
+        with pytest.raises(ValueError, match=r"prompts.jsonl, line 1: (system=5 must be text|tools are not)"):
+            tasks.load(path)
 
 
 # --------------------------------------------------------------------------------- sweeps and comparisons

@@ -132,7 +132,7 @@ def fits(engine: Any, task: Any) -> bool:
     from specdec.core import Request, SamplingParams
 
     try:
-        ids = tasks.prompt_ids(engine.target.tokenizer, [task.turns[0]], [], task.system, task.tools)
+        ids = tasks.first_prompt_ids(engine.target.tokenizer, task)
         engine.check(Request(task.id, ids, SamplingParams()))
     except ValueError as error:
         print(f"note: left out: {error}", file=sys.stderr)

@@ -104,7 +104,7 @@ def render(
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages={short_repr(messages)} are not a list of objects")
-    conversation = Conversation([_message(message) for message in messages], _tools(tools))
+    conversation = Conversation([_message(message) for message in messages], parse_tools(tools))
     template = _Template(tokenizer, template_kwargs, eos_token_ids)
     spelled = _prepared(conversation, template)
     return _cut(_render(spelled, _supervised(spelled), template), max_length)
@@ -765,7 +765,7 @@ def conversation_of(row: Any) -> Conversation:
             messages.insert(0, system_message)
         elif messages[0]["content"] != system:
             raise ValueError("a system column beside another system message")
-    return Conversation(messages, _tools(row.get("tools") or row.get("functions")), _unused(row, used))
+    return Conversation(messages, parse_tools(row.get("tools") or row.get("functions")), _unused(row, used))
 
 
 def prompts_of(row: Any, tokenizer: Any) -> Conversation:
@@ -858,7 +858,7 @@ def _call(raw: Any) -> dict[str, Any]:
     return {"type": "function", **_given(raw), "function": {**function, "arguments": arguments}}
 
 
-def _tools(raw: Any) -> list[dict[str, Any]] | None:
+def parse_tools(raw: Any) -> list[dict[str, Any]] | None:
     """Tools as chat templates expect them: a list of {"type", "function": schema}; None if there are none."""
     if isinstance(raw, str) and raw.strip():
         try:
