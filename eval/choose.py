@@ -126,8 +126,6 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         ]
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
         outputs, said = report.lossless_said(verifier, params.greedy, *merged)
-        plain_speed = (found[PLAIN]["at"] if found else at)[str(levels[-1])]["output_tokens_per_s"]
-        high = stats.ratio_of_rates(*work_and_seconds(base[levels[-1]]), *work_and_seconds(own[levels[-1]]))
         found[name] = {
             "method": settings[name].resolved_method,
             "speculative_config": settings[name].model_dump(exclude_none=True),
@@ -137,20 +135,20 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             "outputs": outputs,
             "outputs_said": said,
             "gain_low": stats.ratio_of_sums(base[levels[0]].end_to_end(), own[levels[0]].end_to_end()),
-            "gain_high": at[str(levels[-1])]["output_tokens_per_s"] / plain_speed,
-            "gain_high_interval": [high["low"], high["high"]],
+            "gain_high": stats.ratio_of_rates(*work_and_seconds(base[levels[-1]]), *work_and_seconds(own[levels[-1]])),
             "gain_cpu": {str(level): cpu_gain(base[level], own[level]) for level in levels},
             "at": at,
         }
     low, high = records[levels[0]], records[levels[-1]]
     latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
     throughput = {name: work_and_seconds(record) for name, record in high.items()}
+    has_own_cpu = target.device.type == "cpu"
     verdicts = {
-        "low": verdict("low", latency, found, str(levels[0])),
-        "high": verdict("high", throughput, found, str(levels[-1])),
+        "low": verdict("low", latency, found, str(levels[0]), has_own_cpu),
+        "high": verdict("high", throughput, found, str(levels[-1]), has_own_cpu),
     }
     busy = {}
-    if target.device.type == "cpu":
+    if has_own_cpu:
         for level in levels:
             shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in records[level].items()}
             busy[str(level)] = stats.busy_reasons({}, shares)
@@ -214,24 +212,34 @@ def cpu_gain(base: Any, own: Any) -> float:
     return stats.ratio_of_rates(amounts[0], seconds[0], amounts[1], seconds[1])["ratio"]
 
 
-def verdict(rate: str, measured: dict[str, tuple[list[float], list[float]]], runs: dict[str, Any], level: str) -> str:
+def verdict(
+    rate: str, measured: dict[str, tuple[list[float], list[float]]], runs: dict[str, Any], level: str, has_own_cpu: bool
+) -> str:
     """Which run is fastest at a rate, in a line; none is where the noise does not allow it.
 
-    measured: work and seconds of each request, by run; only a run that drafted something, and that is faster by CPU time too,
-    can be it.
+    measured: work and seconds of each request, by run; has_own_cpu: the work was done by this process's CPU time. Only a run
+    that drafted something, and then is faster by CPU time too, can be the fastest; others that seemed faster are named.
     """
     from specdec import stats
 
-    candidates = [name for name, own in runs.items() if own["at"][level]["num_draft_tokens"] and own["gain_cpu"][level] > 1]
+    num_requests = len(measured[PLAIN][0])
+    if num_requests < stats.MIN_REQUESTS:
+        return f"{rate} rate: {num_requests} requests are too few to name the fastest; give {stats.MIN_REQUESTS} or more"
+    not_counted = {name: "drafted nothing" for name, own in runs.items() if not own["at"][level]["num_draft_tokens"]}
+    if has_own_cpu:
+        slower = {name: "not by CPU time" for name, own in runs.items() if own["gain_cpu"][level] <= 1}
+        not_counted = slower | not_counted
+    candidates = [name for name in runs if name not in not_counted]
     amounts, seconds = ({name: pair[place] for name, pair in measured.items()} for place in (0, 1))
-    best, level_with = stats.fastest(seconds, amounts, PLAIN, candidates)
-    if len(seconds[PLAIN]) < stats.MIN_REQUESTS:
-        return f"{rate} rate: {len(seconds[PLAIN])} requests are too few to name the fastest; give {stats.MIN_REQUESTS} or more"
+    best, within_noise = stats.fastest(seconds, amounts, PLAIN, candidates)
+    gains = {name: stats.ratio_of_rates(*measured[PLAIN], *measured[name]) for name in runs}
+    seeming = [f"{name} ({why})" for name, why in not_counted.items() if gains[name]["low"] > 1]
+    equals = [name for name in within_noise if name in candidates]
+    beside = f"; within the noise of it: {', '.join(equals)}" if equals else ""
+    beside += f"; seemed faster than {PLAIN}, and is not counted: {', '.join(seeming)}" if seeming else ""
     if best is None:
-        return f"{rate} rate: no run is faster than {PLAIN} beyond the noise"
-    gain = stats.ratio_of_rates(*measured[PLAIN], *measured[best])
-    beside = f"; within the noise of it: {', '.join(level_with)}" if level_with else ""
-    return f"fastest at the {rate} rate: {best}, {gain['ratio']:.2f} ({gain['low']:.2f} to {gain['high']:.2f}){beside}"
+        return f"{rate} rate: no run is faster than {PLAIN} beyond the noise{beside}"
+    return "fastest at the {} rate: {}, {ratio:.2f} ({low:.2f} to {high:.2f}){}".format(rate, best, beside, **gains[best])
 
 
 def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ with script.one_line():
     from specdec import bench, cost, method, rejection
     from specdec.core import Context, Draft, Request, SamplingParams, Silent
     from specdec.engine import Engine
-    from specdec.target import CausalLM
+    from specdec.target import CausalLM, choose_device
 
 BUDGET_S = 420
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
     parser.add_argument("--max-tokens", type=script.count, default=128)
     arguments = parser.parse_args()
+    choose_device(arguments.device)
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     began = time.monotonic()

@@ -53,6 +53,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     identity = track.asked(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
+        "drafter_weights": track.drafter_weights(speculative),
         "tensor_parallel_size": size,
         **shape,
     }

@@ -183,8 +183,11 @@ class Adaptive:
         if draft.evidence_BKF is not None:
             self.feature_BKF[:, :, 1:] = draft.evidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
         survival_BK = self.after.of(self.feature_BKF).cumprod(1)
+        # a draft whose evidence is not finite is kept whole, so that the engine sees it and says so
+        in_draft_BK = np.arange(width) < made_B[:, None]
+        broken_B = (~np.isfinite(self.feature_BKF).all(2) & in_draft_BK).any(1)
         kept_B = self._best(survival_BK, made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
-        return self._explored(rows, kept_B, made_B)
+        return np.where(broken_B, made_B, self._explored(rows, kept_B, made_B))
 
     def _explored(self, rows: np.ndarray, length_B: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         """The same, but for one token where none was judged for long: else nothing would be learned any more."""

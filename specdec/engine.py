@@ -35,7 +35,8 @@ from specdec.target import CausalLM
 
 LONG_OUT = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
 ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request
-TARGET_NOT_FINITE, DRAFTER_NOT_FINITE = -1, -2  # in place of a verdict's token: whose logits hold nan or inf
+# In place of a verdict's token: whose logits hold nan or inf; or that the request's own settings leave no token to sample.
+TARGET_NOT_FINITE, DRAFTER_NOT_FINITE, NOTHING_LEFT = -1, -2, -3
 EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
 
 
@@ -351,15 +352,20 @@ class Engine:
         else:
             params = [self._request(row).params for row in rows]
             logits_BJV = side_by_side(logits_NV, count_B, num_positions)
+            raw_N = None
             if not all(p.plain for p in params):
+                # bias, penalties and min_tokens may hide what is not finite, or make it
+                raw_N = logits_BJV.flatten(0, 1).amax(-1)
                 logits_BJV = self._adjust(rows, draft, logits_BJV)
             row_N = torch.arange(len(rows), device=logits_NV.device).repeat_interleave(num_positions)
             flat_NV = logits_BJV.flatten(0, 1).float()
             most_N = flat_NV.amax(-1)
             p_BJV = sampling.probs(flat_NV, params, row_N, most_N).view_as(logits_BJV)
             verdict = self.verifier(draft, p_BJV, self._noise(rows, num_positions))
-            finite_B = sampling.finite(most_N).view(len(rows), -1).all(1)
-            token_B = torch.where(finite_B, verdict.token_B, TARGET_NOT_FINITE)
+            finite_B, left_B = (
+                sampling.finite(x).view(len(rows), -1).all(1) for x in (most_N if raw_N is None else raw_N, most_N)
+            )
+            token_B = torch.where(finite_B, torch.where(left_B, verdict.token_B, NOTHING_LEFT), TARGET_NOT_FINITE)
             columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _tokens_for_host(draft)]
             host = torch.cat(columns, 1).cpu().numpy()
             told = Told(host[:, 0], host[:, 1], host[:, 2:])
@@ -400,6 +406,8 @@ class Engine:
         request, length = self._request(rows[b]), int(self.length_R[rows[b]])
         if token_B[b] == TARGET_NOT_FINITE:
             what = self.target.not_finite_message
+        elif token_B[b] == NOTHING_LEFT:
+            what = "min_tokens, logit_bias and penalties leave no token that can be sampled; lower them"
         else:
             names = draft.proposer_B or [getattr(self.proposer, "name", type(self.proposer).__name__)] * len(rows)
             what = (

@@ -165,6 +165,23 @@ def checked(directory: Path) -> Path:
     return directory
 
 
+def weights_digest(directory: str | Path) -> str:
+    """A hash that tells models of one name apart: of each JSON file and each file of weights its name and size, and of its
+    bytes the first and stretches from all over it, which any training changes."""
+    directory, digest = Path(directory), hashlib.sha256()
+    names = ["config.json", "random.json", *sorted(path.name for path in directory.glob("*.safetensors"))]
+    for name in names:
+        if not (directory / name).exists():
+            continue
+        size = (directory / name).stat().st_size
+        digest.update(f"{name} {size}".encode())
+        with (directory / name).open("rb") as file:
+            for part in range(64):
+                file.seek(size * part // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:16]
+
+
 def load_model(path: str | Path, **options: Any) -> Any:
     """The plain transformers model of a directory, from JSON and safetensors alone: nothing is unpickled, no code of the
     directory runs. options: of `from_pretrained`. Every model that is not a `CausalLM` comes through here."""

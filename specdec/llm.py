@@ -36,6 +36,7 @@ from specdec.method import hybrid
 from specdec.rejection import Verifier
 from specdec.stats import Metric, SpecDecodeMetrics, Totals
 from specdec.target import DTYPES, CausalLM, choose_device
+from specdec.training.data import unread_template_kwargs
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
@@ -492,6 +493,7 @@ class LLM:
             ("messages", messages, list | tuple, "a list of {'role': ..., 'content': ...}, or a list of such lists"),
             ("chat_template", chat_template, str | None, "the text of a Jinja template"),
             ("chat_template_kwargs", chat_template_kwargs, dict | None, "a mapping of the template's variables"),
+            ("add_generation_prompt", add_generation_prompt, bool, "true or false"),
         ):
             if not isinstance(value, kinds):
                 raise ValueError(f"{key}={short_repr(value)}: give {hint}")
@@ -501,6 +503,8 @@ class LLM:
         tokenizer = self.target.tokenizer
         if chat_template is None and not tokenizer.chat_template:
             raise ValueError(f"{self.target.name} has no chat template (a base model?); use generate, or give chat_template=")
+        for name in unread_template_kwargs(tokenizer, chat_template_kwargs or {}, "chat_template_kwargs", chat_template):
+            print(f"note: the chat template does not read {name}", file=sys.stderr)
         options = {"chat_template": chat_template, **(chat_template_kwargs or {})}
         texts = [render_chat(tokenizer, own, add_generation_prompt=add_generation_prompt, **options) for own in conversations]
         rendered = [{"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in texts]

@@ -83,8 +83,10 @@ def _locked(path: Path, created: list[Path]) -> FileLock | None:
         try:
             lock.acquire()
             return lock
-        except FileNotFoundError:  # whoever held it last has taken its empty directory away
-            continue
+        except FileNotFoundError:
+            if path.parent.is_dir():  # no file can be made in it
+                raise
+            continue  # whoever held it last has taken its empty directory away
         except (OSError, NotImplementedError) as error:
             if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in _NO_LOCKS):
                 raise

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-from specdec import config, method, rejection, report, track
+from specdec import config, hub, method, rejection, report, track
+from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import SamplingParams, nearest
 from specdec.target import CausalLM, choose_device
@@ -122,6 +123,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
 
     identity = {
         "target": target.name,
+        "target_weights": hub.weights_digest(target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         "method": name,
         "data": data.fingerprint(loaded.samples),
@@ -131,6 +133,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         "train": settings.model_dump(exclude=set(FREE)),
         "seed": cfg["seed"],
         "checkpoint": cfg["checkpoint"],
+        "checkpoint_weights": hub.weights_digest(native.find(cfg["checkpoint"])) if cfg["checkpoint"] else None,
         # the best checkpoint is chosen by these
         "eval": cfg["eval"] | {"held_out": given["held_out"]} | asked,
     }

@@ -842,15 +842,12 @@ def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     lines = []
     for name, own in summary["runs"].items():
-        gain = own["gain_low"]
+        gains = ["{ratio:.2f} ({low:.2f} to {high:.2f})".format(**own[key]) for key in ("gain_low", "gain_high")]
         lines.append(
             [
                 name,
                 str(own["num_speculative_tokens_said"]),
-                f"{gain['ratio']:.2f} ({gain['low']:.2f} to {gain['high']:.2f})" if name != summary["plain"] else "1",
-                "{:.2f} ({:.2f} to {:.2f})".format(own["gain_high"], *own["gain_high_interval"])
-                if name != summary["plain"]
-                else "1",
+                *(gains if name != summary["plain"] else ("1", "1")),
                 both(own, lambda n: _number(n["output_tokens_per_s"], 1)),
                 both(own, lambda n: _number(n["decode_tokens_per_s"], 1)),
                 both(own, lambda n: _number(n["predicted_tokens_per_s"], 1)),
@@ -892,9 +889,10 @@ def choose_caption(summary: dict[str, Any]) -> str:
     plain = summary["plain"]
     return (
         f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
-        f"bootstrap interval over requests); gain, high: output tokens/s over those of {plain}, likewise. tokens/s: of all "
-        "time, prefill included; decoding: of the steps after it alone, as measured; predicted: of the same steps by the "
-        "measured costs; ratio: measured over predicted. What all runs have in common in it is the machine, faster or "
+        f"bootstrap interval over requests); gain, high: output tokens per second of the engine's time over those of {plain}, "
+        "likewise. tokens/s: of all time, prefill included; decoding: of the steps after it alone, as measured; predicted: "
+        "of the same steps by the measured costs; ratio: measured over predicted. What all runs have in common in it is "
+        "the machine, faster or "
         "slower than while costs were measured; it cancels in the gain of decoding, low | high. first token: from "
         "arrival; between: from a request's tokens to its next, which come in pieces. MAL: mean acceptance length. "
         f"wasted: drafted tokens that did not stand. outputs: requests whose tokens equal those of {plain}, or by what "
@@ -991,8 +989,12 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
         (-0.2, "gain_low", "low rate: latency", None),
         (0.2, "gain_high", "high rate: tokens/s", "//"),
     ):
-        heights = [runs[name][key]["ratio"] if key == "gain_low" else runs[name][key] for name in speculating]
+        heights = [runs[name][key]["ratio"] for name in speculating]
         bars = axis.bar(place + offset, heights, 0.38, color=[colour[n] for n in speculating], hatch=hatch, edgecolor="white")
+        # an interval of few requests may leave out their own ratio
+        below = [max(runs[name][key]["ratio"] - runs[name][key]["low"], 0) for name in speculating]
+        above = [max(runs[name][key]["high"] - runs[name][key]["ratio"], 0) for name in speculating]
+        axis.errorbar(place + offset, heights, yerr=[below, above], fmt="none", color="black", capsize=2, linewidth=0.8)
         axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
         axis.bar([0], [0], color="grey", hatch=hatch, edgecolor="white", label=label)
     axis.axhline(1, color="black", linewidth=0.8)

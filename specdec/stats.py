@@ -493,7 +493,7 @@ def fastest(
 
     seconds, amounts: [n] time and work of each of the same n requests, by run; candidates: runs that may win.
     Returns (the fastest candidate, or None if its 95 % interval over plain decoding reaches down to 1 or there are fewer than
-    MIN_REQUESTS requests; runs that its interval does not set apart).
+    MIN_REQUESTS requests; runs of which it is neither faster nor slower beyond the noise).
     """
 
     def over(name: str, base: str) -> dict[str, float]:
@@ -504,4 +504,5 @@ def fastest(
     best = max(candidates, key=lambda name: over(name, plain)["ratio"])
     if over(best, plain)["low"] <= 1:
         return None, []
-    return best, [name for name in seconds if name not in (best, plain) and over(best, name)["low"] <= 1]
+    ratios = {name: over(best, name) for name in seconds if name not in (best, plain)}
+    return best, [name for name, ratio in ratios.items() if ratio["low"] <= 1 <= ratio["high"]]

@@ -333,6 +333,11 @@ def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
             f"{path}: model_type {config.model_type!r} has {what}, which attends in another way, or keeps a state that cannot "
             "be rolled back to before a rejected draft; use a model with layers of full or sliding attention only"
         )
+    if getattr(text, "attn_temperature_tuning", None) and 0 in (getattr(text, "no_rope_layers", None) or []):
+        raise ValueError(
+            f"{path}: model_type {config.model_type!r} scales the queries of layers without rotation by their place in the "
+            "forward (attn_temperature_tuning), which is not a row's position here; use another model"
+        )
 
 
 def _refuse_what_cannot_be_made(path: Path, config: Any) -> None:
@@ -352,8 +357,9 @@ def _check_weights(model: Any, path: Path) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as inside:
-            for key in set(inside.keys()) & set(tensors):
-                if tensors[key].is_floating_point() and (kind := inside.get_slice(key).get_dtype())[0] not in "FB":
+            for key in sorted(inside.keys()):  # some are renamed, or fused, as they are read
+                number = tensors[key].is_floating_point() if key in tensors else key.endswith("weight")
+                if number and not (kind := inside.get_slice(key).get_dtype()).startswith(("F", "BF")):
                     raise ValueError(f"{file}: {key} is of type {kind}, and the model has numbers there; fetch the model again")
     for key, tensor in tensors.items():
         if not is_finite(tensor):

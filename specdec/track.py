@@ -6,6 +6,7 @@ requests that had not finished; `resume` goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -17,9 +18,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, ValidationError
 
-from specdec import __version__, lock, script
+from specdec import __version__, hub, lock, script
+from specdec.checkpoint import native
 from specdec.core import Checked, Request, SamplingParams, first_line, parse_json, read_json, writing
-from specdec.llm import answer_text
+from specdec.llm import SpeculativeConfig, answer_text
 from specdec.stats import RequestStats, Served, request_metrics
 from specdec.target import CausalLM
 from specdec.tasks import Task, fingerprint, request_id
@@ -102,6 +104,7 @@ def asked(target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dic
     """What runs must have in common to be compared, or to be one run that goes on."""
     return {
         "target": target.name,
+        "target_weights": hub.weights_digest(target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": fingerprint(chosen),
         "sampling": params.model_dump(),
@@ -110,12 +113,27 @@ def asked(target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dic
     }
 
 
+def drafter_weights(speculative: SpeculativeConfig) -> dict[str, str]:
+    """`hub.weights_digest` of every drafter that a config names, by the name it has there."""
+    parts = [speculative.model_dump(), *(speculative.proposers or [])]
+    named = [part["model"] for part in parts if part.get("model") and part.get("method") not in ("custom_class", "ngram")]
+    found = {}
+    for name in named:
+        with contextlib.suppress(ValueError):  # another spelling of a method, or a class
+            directory = native.find(name) if Path(name).expanduser().is_dir() else hub.resolve(name)
+            found[name] = hub.weights_digest(directory)
+    return found
+
+
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
-        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
-        temporary.replace(path)
+        try:
+            temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:

@@ -842,7 +842,71 @@ def test_a_call_that_cannot_be_told_from_its_surroundings_is_no_answer() -> None
         render(CASES["one"], byte_tokenizer(nothing))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "parameters": {"a": 1}},
+        {"function": {"name": "weather", "args": {"a": 1}}},
+        {"name": "weather", "input": '{"a": 1}'},
+        {"type": "function", "id": "abc", "name": "weather", "arguments": '{"a": 1}'},
+    ],
+)
+def test_arguments_under_every_name_are_shown(call: dict[str, Any]) -> None:
+    shown = '<tool>\n{"name": "weather", "arguments": {"a": 1}}\n</tool><|im_end|>'
+    tokenizer = byte_tokenizer(AFTER, more=MORE)
+    assert supervised(tokenizer, render([user("q"), calling(None, call)], tokenizer)) == [shown]
+    whole = AFTER.replace(
+        "{'name': call.function.name, 'arguments': call.function.arguments} | tojson", "call.function | tojson"
+    )
+    (text,) = supervised(tokenizer, render([user("q"), calling(None, call)], byte_tokenizer(whole, more=MORE)))
+    function = json.loads(text.removeprefix("<tool>\n").removesuffix("\n</tool><|im_end|>"))
+    assert {**function, "arguments": {"a": 1}} == {"name": "weather", "arguments": {"a": 1}}
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    tokenizer = byte_tokenizer(AFTER, more=MORE)
+    for arguments in ("", " ", None, {}):
+        rendered = render([user("q"), calling(None, {"name": "weather", "arguments": arguments})], tokenizer)
+        assert supervised(tokenizer, rendered) == ['<tool>\n{"name": "weather", "arguments": {}}\n</tool><|im_end|>']
+
+
+def test_fields_of_a_call_that_the_template_does_not_show_are_named(tmp_path: Path) -> None:
+    call = {"id": "x", "index": 0, "function": {"name": "weather", "arguments": {"a": 1}, "comment": "now"}}
+    rows = [{"messages": [user("q"), calling(None, call)]}]
+    loaded = load(write(tmp_path / "a.jsonl", rows), byte_tokenizer(AFTER, more=MORE), VOCAB)
+    assert dict(loaded.unused) == {"messages.tool_calls.index": 1, "messages.tool_calls.function.comment": 1}
+
+
+def test_an_answer_that_goes_on_after_its_end_is_left_out(chatml: Any) -> None:
+    end = chatml.convert_tokens_to_ids("<|im_end|>")
+    with pytest.raises(ValueError, match="an answer that goes on after a token that ends a generation"):
+        render([user("q"), assistant("a<|im_end|>b")], chatml, eos_token_ids=[end])
+
+
+def test_flat_tools_lose_their_type() -> None:
+    flat = {"type": "function", "name": "weather", "parameters": {}}
+    assert data.parse_tools([flat]) == [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+
+
+def test_arguments_of_the_template_must_be_its_own(chatml: Any) -> None:
+    thinking = byte_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
+    given = {"enable_thinking": False, "enable_thinkin": False}
+    assert data.unread_template_kwargs(thinking, given, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
+    for name in ("max_length", "split", "tools", "tokenize", "messages"):
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            data.unread_template_kwargs(chatml, {name: 1}, "data.template_kwargs")
+
+
 BAD_CALLS: dict[str, tuple[Any, str]] = {
+    "cut short": (
+        calling(None, {"name": "f", "arguments": '{"a": 1'}),
+        "a tool call whose arguments are neither an object nor",
+    ),
+    "a list": (calling(None, {"name": "f", "arguments": "[1, 2]"}), "a tool call whose arguments are neither an object nor"),
+    "only a lost field": (
+        {**assistant(""), "tool_call": {"a": 1}},
+        "an assistant turn whose only content, tool_call, the chat",
+    ),
     "no list": ({**calling(None), "tool_calls": {"a": 1}}, "tool_calls are not a list"),
     "text": (calling(None, "weather"), "a tool call without the name of a function"),
     "no name": (calling(None, {"function": {"arguments": {}}}), "a tool call without the name of a function"),

@@ -370,5 +370,7 @@ def test_nobody_is_fastest_inside_the_noise() -> None:
     assert stats.fastest(seconds, amounts, "none", ["noisy"]) == (None, [])
     assert stats.fastest(seconds, amounts, "none", ["noisy", "clear", "close"]) == ("clear", ["close"])
     assert stats.fastest(seconds, amounts, "none", []) == (None, []), "who drafted nothing is no candidate"
+    faster = {**seconds, "close": [0.3, 0.31] * 8}
+    assert stats.fastest(faster, amounts, "none", ["clear"]) == ("clear", []), "close is faster beyond the noise"
     few = {name: values[:7] for name, values in seconds.items()}
     assert stats.fastest(few, dict.fromkeys(few, ones[:7]), "none", ["clear"]) == (None, [])

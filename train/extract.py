@@ -21,7 +21,7 @@ def run(cfg: dict[str, Any]) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
     import torch
 
-    from specdec import config, report, track
+    from specdec import config, hub, report, track
     from specdec.method.eagle3 import Architecture
     from specdec.target import CausalLM
     from specdec.training import data, features
@@ -49,7 +49,9 @@ def run(cfg: dict[str, Any]) -> None:
     if cfg["dry_run"]:
         return
     identity = features.identity(target, source.layers, model["revision"])
-    track.claim(out_dir, cfg["resume"], {"data": data.fingerprint(loaded.samples), "layer_ids": list(source.layers)})
+    own = {"data": data.fingerprint(loaded.samples), "layer_ids": list(source.layers)}
+    own["target_weights"] = hub.weights_digest(target.path)
+    track.claim(out_dir, cfg["resume"], own)
     config.save(cfg, out_dir / "config.yaml")
     writer = features.Writer(
         out_dir, identity, 0 if cfg["layout"] == "vllm" else cfg["shard_mb"] << 20, cfg["layout"] == "vllm"

@@ -29,14 +29,15 @@ OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "opening
 def run(cfg: dict[str, Any]) -> None:
     import torch
 
-    from specdec import __version__, config, method, rejection, report, tasks
+    from specdec import __version__, config, hub, method, rejection, report, tasks
     from specdec.core import SamplingParams
     from specdec.engine import Engine
     from specdec.target import CausalLM
 
     out, model, answers = Path(cfg["out"]), cfg["model"], cfg["answers"]
     # everything that a typo can break comes before the weights
-    lock.acquire(out.with_name(f".{out.name}.lock"), f"out={out}")
+    real = out.resolve()  # the file that a link leads to is one, by whatever name
+    lock.acquire(real.with_name(f".{real.name}.lock"), f"out={out}")
     if out.exists() and not cfg["resume"]:
         raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
     for key, value in (("limit", cfg["limit"]), ("synthesize.count", cfg["synthesize"]["count"])):
@@ -68,6 +69,7 @@ def run(cfg: dict[str, Any]) -> None:
     header = {
         "made_by": f"specdec {__version__} train/prepare.py",
         "target": target.name,
+        "target_weights": hub.weights_digest(target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         "revision": model["revision"],
         "chat_template_sha256": hashlib.sha256(template_text(target.tokenizer.chat_template).encode()).hexdigest(),
@@ -241,7 +243,7 @@ def openings_of(path: Path) -> list[dict[str, Any]]:
 
 def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[str, Any]]) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
-    from specdec import report
+    from specdec import hub, report
     from specdec.core import Request
     from specdec.llm import derived_seed
     from specdec.training import data
@@ -251,7 +253,8 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     shares = list(itertools.accumulate(opening["weight"] for opening in openings))
     prefix, closing = data.user_frame(tokenizer)
     params = invented(cfg, stop_token_ids=closing)
-    how = {"target": engine.target.name, "synthesize": {**given, "count": None}, "seed": cfg["seed"]}
+    how = {"target": engine.target.name, "target_weights": hub.weights_digest(engine.target.path)}
+    how |= {"synthesize": {**given, "count": None}, "seed": cfg["seed"]}
     rows = begin(path, how, cfg["resume"])
     script.keeps(path, resumes=True)
     seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
+import inspect
 import json
 import re
 import zlib
@@ -28,7 +29,7 @@ from specdec.core import first_line, short_repr
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
 _ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "model": "assistant",
-    "function_call": "assistant", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant", "observation": "tool", "function_response": "tool", "function": "tool",
 }  # fmt: skip
 # Contents that share neither their first nor their last letter: what two renderings with them have in common is exactly what
 # the template puts around a content. Plain letters, which templates that trim or split content leave alone.
@@ -219,8 +220,10 @@ def _render(messages: Sequence[dict[str, Any]], turns: list[int], template: _Tem
             if answer[: len(inserted)] != inserted:  # a token reaches over this border: likewise
                 answer = [*inserted, *template.ids(turn.text[turn.start :])]
         answer = answer[: len(answer) - turn.num_tail]
-        if messages[place].get("tool_calls") and template.eos.intersection(answer[len(inserted) : -1]):
-            raise ValueError("a turn with tool calls that the chat template ends before its end")
+        if template.eos.intersection(answer[len(inserted) : -1]):
+            if messages[place].get("tool_calls"):
+                raise ValueError("a turn with tool calls that the chat template ends before its end")
+            raise ValueError("an answer that goes on after a token that ends a generation")
 
         common = _num_shared(token_ids, prefix)
         changed_turns = [number for number, span in enumerate(spans) if span[1] > common]
@@ -481,7 +484,8 @@ def _prepared(conversation: Conversation, template: _Template) -> list[dict[str,
         is_assistant = message["role"] == "assistant"
         fields = {key for key in message if message[key] not in _NOTHING} - {"role", "content", "tool_calls"}
         fields -= {"weight"} if is_assistant or not message.get("weight") else set()
-        if (not content or (marks[place] in marked_rendering and content in rendering)) and not fields:
+        is_shown = not content or (marks[place] in marked_rendering and content in rendering)
+        if is_shown and not fields and not message.get("tool_calls"):
             continue
         # a turn's own rendering has more of it than that with later ones, which may drop thoughts
         part = messages[: place + 1] if is_assistant else messages[:end]
@@ -494,8 +498,46 @@ def _prepared(conversation: Conversation, template: _Template) -> list[dict[str,
         for field_name in fields:
             without = {key: value for key, value in message.items() if key != field_name}
             if not template.shows(part, place, text, without):
+                if is_assistant and not content and not message.get("tool_calls"):
+                    raise ValueError(f"an assistant turn whose only content, {field_name}, the chat template does not show")
                 conversation.unused.add(f"messages.{field_name}")
+        if message.get("tool_calls"):
+            conversation.unused |= _unused_in_calls(part, text, template)
     return messages
+
+
+def _unused_in_calls(messages: list[dict[str, Any]], text: str, template: _Template) -> set[str]:
+    """Fields of the last message's tool calls, beside what makes a call, that its rendering `text` does not show."""
+    message = messages[-1]
+    unused = set()
+    for number, call in enumerate(message["tool_calls"]):
+        function = call["function"]
+        variants = {key: {**call, key: None} for key in set(call) - {"type", "function", "id", "tool_call_id"}}
+        for key in set(function) - {"name", "arguments"}:
+            variants[f"function.{key}"] = {**call, "function": {k: v for k, v in function.items() if k != key}}
+        for name, variant in variants.items():
+            calls = list(message["tool_calls"])
+            calls[number] = {key: value for key, value in variant.items() if value is not None}
+            changed = {**message, "tool_calls": calls}
+            if not template.shows(messages, len(messages) - 1, text, changed):
+                unused.add(f"messages.tool_calls.{name}")
+    return unused
+
+
+def unread_template_kwargs(tokenizer: Any, kwargs: dict[str, Any], key: str, template: str | None = None) -> list[str]:
+    """The arguments of a chat template that it does not read, by name. Raises ValueError for those that are not the user's to
+    give.
+
+    key: what the arguments are called where they were given; template: one in place of the tokenizer's own.
+    """
+    parameters = {*inspect.signature(tokenizer.apply_chat_template).parameters, *inspect.signature(load).parameters}
+    own = (parameters | {"messages"}) - {"documents"}
+    templates = tokenizer.chat_template if template is None else template
+    text = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+    for name in kwargs:
+        if name in own:
+            raise ValueError(f"{key}: {name!r} is not an argument of the chat template's own; leave it out")
+    return [f"{key}.{name}" for name in kwargs if not re.search(rf"\b{re.escape(str(name))}\b", text)]
 
 
 def _check_calls(messages: list[dict[str, Any]], template: _Template) -> None:
@@ -683,6 +725,7 @@ def load_group(given: dict[str, Any], target: Any) -> Loaded:
     if supervise not in ("generated", "all"):
         raise ValueError(f"data.supervise={supervise}: use generated (what the target would say) or all (every token)")
     max_length = most if given["max_length"] is None else min(given["max_length"], most)
+    unread = unread_template_kwargs(target.tokenizer, given["template_kwargs"] or {}, "data.template_kwargs")
     loaded = load(
         given["path"] or DEMO,
         target.tokenizer,
@@ -693,6 +736,7 @@ def load_group(given: dict[str, Any], target: Any) -> Loaded:
         eos_token_ids=target.eos_token_ids,
         **(given["template_kwargs"] or {}),
     )
+    loaded.unused.update(dict.fromkeys(unread, len(loaded.samples)))
     if supervise == "all":
         loaded.samples = [replace(sample, mask_n=np.ones_like(sample.mask_n)) for sample in loaded.samples]
     return loaded
@@ -847,14 +891,21 @@ def _message(raw: Any) -> dict[str, Any]:
 
 def _call(raw: Any) -> dict[str, Any]:
     """A tool call as chat templates spell it: {"type", "function": {"name", "arguments"}}, perhaps with an id."""
-    if isinstance(raw, dict) and "function" not in raw:
-        raw = {"function": raw}
+    if isinstance(raw, dict) and "function" not in raw:  # flat, as the Responses API has it
+        own = {key: raw[key] for key in ("id", "tool_call_id") if key in raw}
+        raw = {**own, "function": {key: value for key, value in raw.items() if key not in (*own, "type")}}
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call without the name of a function")
-    arguments = {} if function.get("arguments") is None else function["arguments"]
-    if not isinstance(arguments, (dict, str)):
-        raise ValueError("a tool call whose arguments are neither an object nor JSON text")
+    function = dict(function)
+    other = next((key for key in ("parameters", "args", "input") if key in function), None)
+    if "arguments" not in function and other is not None:
+        function["arguments"] = function.pop(other)
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):  # of a function that takes none
+        arguments = {}
+    if not isinstance(_parsed(arguments), dict):
+        raise ValueError("a tool call whose arguments are neither an object nor JSON text of one")
     return {"type": "function", **_given(raw), "function": {**function, "arguments": arguments}}
 
 
@@ -871,7 +922,8 @@ def parse_tools(raw: Any) -> list[dict[str, Any]] | None:
     if not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools are not a list of objects")
     _check_text(tools)
-    return [tool if "name" not in tool else {"type": "function", "function": tool} for tool in tools]
+    flat = lambda tool: {key: value for key, value in tool.items() if (key, value) != ("type", "function")}
+    return [tool if "name" not in tool else {"type": "function", "function": flat(tool)} for tool in tools]
 
 
 def _check_text(value: Any) -> None:
