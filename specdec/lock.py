@@ -81,14 +81,19 @@ def _locked(path: Path, created: list[Path]) -> FileLock | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         created[:0] = [directory for directory in missing if directory not in created]
         try:
+            path.touch()  # where no file can be made the lock would wait, as for another process
             lock.acquire()
             return lock
         except FileNotFoundError:
-            if path.parent.is_dir():  # no file can be made in it
+            if path.parent.is_dir():
                 raise
             continue  # whoever held it last has taken its empty directory away
         except (OSError, NotImplementedError) as error:
-            if isinstance(error, Timeout) or (isinstance(error, OSError) and error.errno not in _NO_LOCKS):
+            if isinstance(error, Timeout):
+                raise
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                with contextlib.suppress(OSError):
+                    path.unlink()
                 raise
         print(f"note: {path.parent}: no locks on this file system; start no second process there", file=sys.stderr)
         with contextlib.suppress(OSError):

@@ -234,7 +234,11 @@ CASES = [
     Case("kolibri1", {**MOE, **MIXED}),
     Case("laguna", MOE),
     Case("llama4_text", {**MOE, "attention_chunk_size": 24, "intermediate_size_mlp": 64}, refused="has chunked_attention"),
-    Case("llama4_text", {**MOE, **FULL, "intermediate_size_mlp": 64}, name="full attention"),
+    Case("llama4_text", {**MOE, **FULL, "intermediate_size_mlp": 64, "attn_temperature_tuning": False}, name="full attention"),
+    Case(  # scaled by 1 up to here, so that no probe sees it
+        "llama4_text", {**MOE, **FULL, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]}, name="tuned",
+        refused="attn_temperature_tuning",
+    ),
     Case("mellum", MOE),
     Case("mimo_v2_flash", {**MOE, **MIXED, "v_head_dim": 8}, refused=SINKS),
     Case("minimax_m2", {**MOE, "rotary_dim": 8}),

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from table import TableLM
 
 from specdec import hub, method, rejection
+from specdec.adaptive import Adaptive
 from specdec.checkpoint import causal_lm
 from specdec.core import Request, SamplingParams
+from specdec.cost import CostTable
 from specdec.drafter import Init
 from specdec.engine import Engine
 from specdec.target import CausalLM, is_finite
@@ -95,6 +97,23 @@ def test_a_token_that_is_never_said_is_no_fault(scheme: str, temperature: float)
     assert done.output_token_ids == [3, 4, 5, 0]
 
 
+def test_settings_that_leave_no_token_are_not_the_models_fault(one_line: Callable[..., str]) -> None:
+    """Only token 5 can be said, and min_tokens forbids it; a bias and a penalty that overflow."""
+    run, only_5 = engine(table([-INF] * 5 + [3.0])), {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [5]}
+    words = ("request a, after 5 tokens", "min_tokens, logit_bias and penalties leave no token that can be sampled")
+    line = one_line(lambda: list(run.run([request("a", [0, 1, 2], **only_5)])), *words)
+    assert "fetch the model" not in line
+    run = engine(table([0.0, 1e35, 0.0, 0.0, 0.0, 0.0]))
+    one_line(lambda: list(run.run([request("a", [1, 2], repetition_penalty=1e-4)])), "request a", "leave no token")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_min_tokens_forbids_is_looked_at_too(temperature: float, one_line: Callable[..., str]) -> None:
+    run = engine(table([0.0, 0.0, 1.0, 0.0, 0.0, NAN]))
+    asked = request("a", [0, 1, 2], temperature=temperature, min_tokens=8, stop_token_ids=[5])
+    one_line(lambda: list(run.run([asked])), "request a, after 5 tokens", "logits of counting are not finite")
+
+
 @pytest.fixture(scope="module")
 def spoiled() -> CausalLM:
     """A model whose embedding has no numbers for one token: every row that holds it is lost."""
@@ -128,6 +147,20 @@ def test_a_draft_model_without_numbers(
     requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
     one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", name, "not finite")
     assert len(list(run.run([request("a", [70, 71])]))) == 1, "those whose drafts are numbers go on"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_adaptive_verification_hides_no_drafter_without_numbers(
+    spoiled: CausalLM, temperature: float, one_line: Callable[..., str]
+) -> None:
+    """The policy would verify nothing of such a draft, and nobody would ever hear of it."""
+    target = CausalLM("tiny-qwen3", "float32", "cpu")
+    run = engine(target, "draft_model", model=spoiled, **DRAFTED["draft_model, drawn"])
+    run.proposer.gives_evidence = True
+    costs = CostTable([1, 4], [0, 1, 3], [[0.01, 0.011, 0.013], [0.011, 0.014, 0.02]], [[0.0, 0.001, 0.003]] * 2, {})
+    run.policy = Adaptive(costs, 3, 3, auto=False, trims=True, num_evidence=run.proposer.num_evidence)
+    requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
+    one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", "not finite")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -185,15 +218,26 @@ def test_weights_that_overflow_in_their_dtype(copied: Path, one_line: Callable[.
     CausalLM(copied, "float32", "cpu")
 
 
-def test_integers_where_a_model_has_numbers(copied: Path, one_line: Callable[..., str]) -> None:
+@pytest.mark.parametrize("prefix", ["model.", ""], ids=["as in the model", "renamed as it is read"])
+def test_integers_where_a_model_has_numbers(prefix: str, copied: Path, one_line: Callable[..., str]) -> None:
     """The header says I32 for what was written as F32."""
-    whole = (copied / "model.safetensors").read_bytes()
+    path, key = copied / "model.safetensors", f"{prefix}norm.weight"
+    save_file({f"{prefix}{k.removeprefix('model.')}": v for k, v in load_file(path).items()}, path, {"format": "pt"})
+    CausalLM(copied, "float32", "cpu")
+    whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
-    header["model.norm.weight"]["dtype"] = "I32"
+    header[key]["dtype"] = "I32"
     text = json.dumps(header).encode()
-    (copied / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
-    one_line(lambda: CausalLM(copied, "float32", "cpu"), "model.norm.weight is of type I32", "fetch the model again")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    one_line(lambda: CausalLM(copied, "float32", "cpu"), f"{key} is of type I32", "fetch the model again")
+
+
+def test_truth_values_are_no_weights(copied: Path, one_line: Callable[..., str]) -> None:
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(tensors["model.norm.weight"].shape, dtype=torch.bool)
+    save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
+    one_line(lambda: CausalLM(copied, "float32", "cpu"), "model.norm.weight is of type BOOL")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])

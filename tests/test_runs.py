@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -108,6 +109,33 @@ def test_a_second_process_is_told_who_has_the_directory(name: str, tmp_path: Pat
             assert f"{key}={out} is in use by process {process.pid} on {platform.node()} since 20" in error
             assert error.endswith("; wait until that ends, or give another")
         assert contents(tmp_path) == before
+
+
+def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
+    """Two processes that append to one file under two names are two on one file."""
+    given, key = HYDRA["train/prepare"]
+    link, real = tmp_path / "link.jsonl", tmp_path / "real.jsonl"
+    real.write_text("")
+    link.symlink_to(real)
+    with held(tmp_path / ".real.jsonl.lock") as process:
+        error = run("train/prepare", *given, "resume=true", f"{key}={link}", cwd=tmp_path).error
+        assert f"{key}={link} is in use by process {process.pid}" in error
+
+
+def test_a_directory_where_no_file_can_be_made_is_not_in_use() -> None:
+    with pytest.raises(OSError, match="No such file or directory"):
+        lock.acquire(Path("/proc/.x.lock"), "out=/proc/x")
+
+
+def test_weights_that_changed_under_their_name_are_another_run(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(hub.tiny("llama"), model)
+    what = ("experiment=tiny", f"model.path={model}", "limit=2", "sampling.max_tokens=4", f"out_dir={tmp_path / 'run'}")
+    assert run("eval/run", *what, cwd=tmp_path).code == 0
+    assert run("eval/run", *what, "resume=true", cwd=tmp_path).code == 0
+    shutil.rmtree(model)
+    shutil.copytree(hub.tiny("llama", seed=1), model)
+    assert "resume=true, but target_weights was" in run("eval/run", *what, "resume=true", cwd=tmp_path).error
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:

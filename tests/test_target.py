@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures import LONGROPE, NO_WIDTH, Case, generated, make, prompts
+from architectures import CASES, LONGROPE, NO_WIDTH, Case, generated, make, prompts
 from transformers import AutoConfig, masking_utils
 
 from specdec import hub, method, rejection
@@ -255,6 +255,13 @@ def test_a_window_that_only_the_mask_knows_is_refused(
 
     monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", without)
     one_line(lambda: CausalLM(tmp_path, "float32", "cpu"), "model_type 'mistral'", "a mask that the engine does not know")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_that_widens_its_logits_is_taken_in_16_bits(dtype: str, tmp_path: Path) -> None:
+    (case,) = (case for case in CASES if case.model_type == "beam")
+    make(case, tmp_path)
+    CausalLM(tmp_path, dtype, "cpu").check_states()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
