@@ -80,6 +80,7 @@ def _locked(path: Path, created: list[Path]) -> FileLock | None:
         missing = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         created[:0] = [directory for directory in missing if directory not in created]
+        is_new = not path.exists()
         try:
             path.touch()  # where no file can be made the lock would wait, as for another process
             lock.acquire()
@@ -92,8 +93,9 @@ def _locked(path: Path, created: list[Path]) -> FileLock | None:
             if isinstance(error, Timeout):
                 raise
             if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                if is_new:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
                 raise
         print(f"note: {path.parent}: no locks on this file system; start no second process there", file=sys.stderr)
         with contextlib.suppress(OSError):
