@@ -22,6 +22,7 @@ from specdec import lock
 DEBUG = "SPECDEC_DEBUG"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _kept = ""
+_signal: int | None = None  # that has come since the block began
 
 
 class Terminated(KeyboardInterrupt):
@@ -39,6 +40,8 @@ def keeps(where: Path, resumes: bool) -> None:
 
 def fail(message: object) -> NoReturn:
     """End the program with one line on stderr and exit code 1. Of processes that decode together one says it."""
+    if _signal is not None:  # what failed is what the signal broke off
+        _end_interrupted(128 + _signal)
     line = _first_line(message)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from specdec import parallel_state
@@ -53,32 +56,33 @@ def fail(message: object) -> NoReturn:
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
     """Whatever ends the block ends the program, in one line; what it holds (`specdec.lock`) is given back."""
-    global _kept
-    _kept, handler = "", None
-    # torchrun ends its processes by SIGTERM when one of them has failed, and that one has said why
-    if "TORCHELASTIC_RUN_ID" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        with contextlib.suppress(ValueError):  # only the main thread may listen
-            handler = signal.signal(signal.SIGTERM, _terminate)
+    global _kept, _signal
+    _kept, _signal = "", None
+    defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        del defaults[signal.SIGTERM]  # torchrun ends its processes by it when one has failed, and that one has said why
+    handlers: dict[int, Any] = {}
+    for number, default in defaults.items():
+        if signal.getsignal(number) == default:
+            with contextlib.suppress(ValueError):  # only the main thread may listen
+                handlers[number] = signal.signal(number, _stop)
     try:
         yield
     except KeyboardInterrupt as error:
-        for number in (signal.SIGINT, signal.SIGTERM):  # a second one ends what is left to do, without a word
-            with contextlib.suppress(ValueError):
-                signal.signal(number, signal.SIG_DFL)
-        handler = None
-        _show_traceback()
-        if os.environ.get("RANK", "0") == "0":  # torchrun interrupts all of its processes
-            print(f"interrupted{_kept}", file=sys.stderr, flush=True)
-        sys.exit(exit_code(error))
+        handlers = {}
+        _end_interrupted(exit_code(error))
     except Exception as error:
+        if _signal is not None:  # a library that was broken off may make another error of it
+            handlers = {}
+            _end_interrupted(128 + _signal)
         if another_has_said_why(error):
             sys.exit(1)
         _show_traceback()
         fail(_describe(error))
     finally:
         lock.release()
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,8 +104,21 @@ def exit_code(stopped: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
 
 
-def _terminate(number: int, frame: Any) -> None:
-    raise Terminated
+def _stop(number: int, frame: Any) -> None:
+    global _signal
+    _signal = number
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _end_interrupted(code: int) -> NoReturn:
+    """End the program after a signal, in one line."""
+    for each in (signal.SIGINT, signal.SIGTERM):  # a second one ends what is left to do, without a word
+        with contextlib.suppress(ValueError):
+            signal.signal(each, signal.SIG_DFL)
+    _show_traceback()
+    if os.environ.get("RANK", "0") == "0":  # torchrun interrupts all of its processes
+        print(f"interrupted{_kept}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def another_has_said_why(error: Exception) -> bool:

@@ -28,6 +28,7 @@ with script.one_line():
     import sys
     import tempfile
     import time
+    import traceback
     from collections import Counter
     from collections.abc import Callable, Iterator
     from dataclasses import dataclass, field
@@ -60,10 +61,14 @@ class Ended:
 
 
 def fork(path: str, arguments: list[str], log: Path) -> int:
-    """A process that runs a script of the project. Returns its id."""
+    """A process that runs a script of the project. Returns its id when it begins to."""
     sys.stdout.flush()
     sys.stderr.flush()
+    ready, begins = os.pipe()
     if process := os.fork():
+        os.close(begins)
+        os.read(ready, 1)  # on a busy machine a fork may need longer than the first kill waits
+        os.close(ready)
         return process
     code: Any = 1
     try:  # whatever happens, nothing of the caller runs on in the child
@@ -73,6 +78,7 @@ def fork(path: str, arguments: list[str], log: Path) -> int:
         for stream in (1, 2):
             os.dup2(out, stream)
         sys.argv = [str(ROOT / path), *arguments]
+        os.write(begins, b"1")
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
             code = 0
@@ -81,6 +87,8 @@ def fork(path: str, arguments: list[str], log: Path) -> int:
             if isinstance(code, str):
                 print(code, file=sys.stderr)
                 code = 1
+        except BaseException:  # what a script lets through
+            traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
@@ -101,9 +109,9 @@ def wait(process: int, until: Callable[[float], bool]) -> int | None:
 
 def run(path: str, arguments: list[str], log: Path, when: Callable[[float], bool] | None = None, number: int = 0) -> Ended:
     """Run a script to its end, or send it a signal at a moment and wait for what it does."""
-    begun = time.monotonic()
     log.touch()
     process = fork(path, arguments, log)
+    begun = time.monotonic()
     code = wait(process, when or (lambda seconds: seconds > LIMIT_S))
     if code is None:
         os.kill(process, number or signal.SIGKILL)
@@ -284,7 +292,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
 def moment(kind: Kind, out: Path, rng: random.Random) -> Callable[[float], bool]:
     """When to kill: anywhere in the run; or within an evaluation, whose checkpoint has just appeared."""
     if not kind.evaluations:
-        at_s = rng.uniform(0.02, kind.seconds)  # a fork is ready then
+        at_s = rng.uniform(0.02, kind.seconds)  # the script has begun to listen then
         return lambda seconds: seconds > at_s
     step, after_s, since = rng.choice(kind.steps), rng.uniform(0, kind.evaluation_s), math.inf
 
@@ -307,7 +315,7 @@ def wrong_with(ended: Ended, number: int) -> Iterator[str]:
     if number != signal.SIGKILL and ended.code not in (0, -number) and not ended.err.count("interrupted"):
         stopped = "stopped after step" in ended.err
         if not stopped:
-            yield f"{name}: nothing was said"
+            yield f"{name}: nothing but {ended.err[-300:]!r}"
 
 
 MIX = ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"]

@@ -298,6 +298,35 @@ def test_a_stopped_run_promises_what_it_can_do(
         assert error.endswith("already holds a run; give another out_dir=")
 
 
+def half_done(number: signal.Signals, through_fail: bool) -> None:
+    """A script whose library makes another error of a signal, as a cleanup does that finds its work half done."""
+    with script.one_line():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            if through_fail:
+                script.fail("half done")
+            raise AttributeError("half done") from None
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("through_fail", [False, True])
+def test_a_signal_stays_one_whatever_a_library_makes_of_it(
+    number: signal.Signals, code: int, through_fail: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {each: signal.signal(each, handler) for each, handler in defaults.items()}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            half_done(number, through_fail)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == code
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (script.Terminated, 143)])
 def test_a_run_under_load_ends_with_the_code_of_its_signal(
     error: type[BaseException], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
