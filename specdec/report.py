@@ -995,7 +995,8 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
         below = [max(runs[name][key]["ratio"] - runs[name][key]["low"], 0) for name in speculating]
         above = [max(runs[name][key]["high"] - runs[name][key]["ratio"], 0) for name in speculating]
         axis.errorbar(place + offset, heights, yerr=[below, above], fmt="none", color="black", capsize=2, linewidth=0.8)
-        axis.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+        axis.bar_label(bars, [f"{height:.2f}" for height in heights], label_type="center", fontsize=7, bbox=box)
         axis.bar([0], [0], color="grey", hatch=hatch, edgecolor="white", label=label)
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xticks(place, speculating, rotation=35, ha="right")
