@@ -199,7 +199,7 @@ def train(drafter: str, data: Path, out: Path, max_steps: int) -> Path:
         more = [f"checkpoint={train('draft_model', data, out, max_steps)}", "train.objective.depth_warmup=0"]
     elif SCRIPTS[drafter] == "eagle":
         more = [f"method={drafter}"]
-        if drafter != "peagle":  # all steps unrolled from the first on, so that later positions are accepted too
+        if drafter == "eagle3":  # all steps unrolled from the first on, so that later positions are accepted too
             more.append("train.objective.ttt_warmup=0")
     settings = (
         "model=llama", "model.dtype=float32", "train.mixed_precision=no", "data=jsonl", f"data.path={data}", "data.held_out=2",

@@ -186,6 +186,17 @@ def test_what_the_gpu_script_measures_runs_without_one() -> None:
 # ------------------------------------------------------------------------------------------------- tests/peer_vllm.py
 
 
+@pytest.mark.parametrize("drafter", peer_vllm.SCRIPTS)
+def test_the_drafters_of_the_comparison_can_be_trained(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands are parsed as documented ones are; what they would train is not."""
+    said: list[tuple[str, ...]] = []
+    monkeypatch.setattr(peer_vllm, "script", lambda name, *arguments: said.append((f"train/{name}.py", *arguments)))
+    peer_vllm.train(drafter, tmp_path / "data.jsonl", tmp_path, 4)
+    assert said
+    for words in said:
+        parse(words, tmp_path)
+
+
 def test_the_last_steps_of_vllm_are_cut_as_ours_are() -> None:
     """K = 3 and all accepted: 13 of 16 tokens after three steps, so that a draft of 2 is left; then a stop in a draft."""
     assert peer_vllm.cut([(3, 3)] * 4, 16, 16) == [(3, 3), (3, 3), (3, 3), (2, 2)]
