@@ -135,13 +135,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             "outputs": outputs,
             "outputs_said": said,
             "gain_low": stats.ratio_of_sums(base[levels[0]].end_to_end(), own[levels[0]].end_to_end()),
-            "gain_high": stats.ratio_of_rates(*work_and_seconds(base[levels[-1]]), *work_and_seconds(own[levels[-1]])),
-            "gain_cpu": {str(level): cpu_gain(base[level], own[level]) for level in levels},
+            "gain_high": gain(base[levels[-1]], own[levels[-1]], stats.engine_seconds),
+            "gain_cpu": {str(level): gain(base[level], own[level], stats.engine_cpu_seconds)["ratio"] for level in levels},
             "at": at,
         }
     low, high = records[levels[0]], records[levels[-1]]
     latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
-    throughput = {name: work_and_seconds(record) for name, record in high.items()}
+    throughput = {name: work_and_seconds(record, stats.engine_seconds) for name, record in high.items()}
     has_own_cpu = target.device.type == "cpu"
     verdicts = {
         "low": verdict("low", latency, found, str(levels[0]), has_own_cpu),
@@ -194,22 +194,16 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
     }
 
 
-def work_and_seconds(record: Any) -> tuple[list[float], list[float]]:
-    """Output tokens of each request, and the engine's time that it accounts for."""
+def work_and_seconds(record: Any, seconds_of: Any) -> tuple[list[float], list[float]]:
+    """Output tokens of each request, and the engine's time that it accounts for: `seconds_of` its statistics."""
+    return record.each(lambda one: one.num_output_tokens), record.each(lambda one: seconds_of(one.stats))
+
+
+def gain(base: Any, own: Any, seconds_of: Any) -> dict[str, float]:
+    """Output tokens per second of the engine's time, prefill included, over those of the baseline."""
     from specdec import stats
 
-    return record.each(lambda one: one.num_output_tokens), record.each(lambda one: stats.engine_seconds(one.stats))
-
-
-def cpu_gain(base: Any, own: Any) -> float:
-    """Tokens per second of CPU time, prefill included, over those of the baseline."""
-    from specdec import stats
-
-    amounts, seconds = [], []
-    for record in (base, own):
-        amounts.append(record.each(lambda one: one.num_output_tokens))
-        seconds.append(record.each(lambda one: stats.engine_cpu_seconds(one.stats)))
-    return stats.ratio_of_rates(amounts[0], seconds[0], amounts[1], seconds[1])["ratio"]
+    return stats.ratio_of_rates(*work_and_seconds(base, seconds_of), *work_and_seconds(own, seconds_of))
 
 
 def verdict(

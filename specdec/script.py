@@ -99,6 +99,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def is_main_process() -> bool:
+    """Whether this is the process that writes and speaks: the only one, or the first of those that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def exit_code(stopped: KeyboardInterrupt) -> int:
     """128 and the number of the signal, as a shell has it."""
     return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
@@ -116,7 +121,7 @@ def _end_interrupted(code: int) -> NoReturn:
         with contextlib.suppress(ValueError):
             signal.signal(each, signal.SIG_DFL)
     _show_traceback()
-    if os.environ.get("RANK", "0") == "0":  # torchrun interrupts all of its processes
+    if is_main_process():  # torchrun interrupts all of its processes
         print(f"interrupted{_kept}", file=sys.stderr, flush=True)
     sys.exit(code)
 

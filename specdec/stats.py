@@ -188,7 +188,7 @@ def mean_over_requests(all_stats: Sequence[RequestStats], key: str, seed: int = 
 
 def busy_seconds(all_stats: Sequence[RequestStats], key: str) -> float:
     """Seconds of `draft_s`, `verify_s` or `cpu_s` that the requests account for: a step's time is divided among its rows."""
-    return sum(t / n for s in all_stats for t, n in zip(getattr(s, key), s.batch_size, strict=True))
+    return sum(_row_share(s, getattr(s, key)) for s in all_stats)
 
 
 def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
@@ -449,6 +449,7 @@ def speedup(own: Sequence[RequestStats], base: Sequence[RequestStats]) -> dict[s
 
 
 def _row_share(stats: RequestStats, seconds: Sequence[float]) -> float:
+    """What a request accounts for of its steps' seconds."""
     return sum(t / n for t, n in zip(seconds, stats.batch_size, strict=True))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import zlib
 from collections import Counter, defaultdict
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specdec import script
 from specdec.core import Request, SamplingParams, parse_json, short_repr
 from specdec.engine import Engine
 from specdec.llm import derived_seed, render_chat
@@ -62,7 +62,7 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
                 tasks.append(task)
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
-    if unused and os.environ.get("RANK", "0") == "0":
+    if unused and script.is_main_process():
         print(f"note: {path}: {unused_note(unused)}", file=sys.stderr)
     return tasks if limit is None else _spread(tasks, limit)
 

@@ -45,7 +45,7 @@ def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
     resumes: whether the script can go on with a run. Raises ValueError if another process has the directory, if it holds a run
     and resume is false, or holds none and resume is true.
     """
-    if not is_main_process():
+    if not script.is_main_process():
         return
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"out_dir={out_dir} is a file; give a directory")
@@ -66,11 +66,6 @@ def _refuse_taken(out_dir: Path, resume: bool, resumes: bool) -> None:
         found = sorted(path.name for path in out_dir.iterdir() if path.name in _WRITTEN or path.suffix == ".safetensors")
         if found:
             raise ValueError(f"out_dir={out_dir} holds {found[0]}, which is of no run of ours; give another out_dir=")
-
-
-def is_main_process() -> bool:
-    """Whether this is the process that writes: the only one, or the first of those that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool = True) -> None:
