@@ -447,15 +447,17 @@ class _Row(BaseModel):
     draft_s: list[float]
     verify_s: list[float]
     wall_s: list[float]
+    cpu_s: list[float]
     proposer: list[str]
     queue_s: float
     time_to_first_token_s: float
     prefill_s: float
+    prefill_cpu_s: float
     decode_s: float
 
     @model_validator(mode="after")
     def _steps(self) -> _Row:
-        steps = ("drafted", "accepted", "emitted", "trimmed", "batch_size", "draft_s", "verify_s", "wall_s")
+        steps = ("drafted", "accepted", "emitted", "trimmed", "batch_size", "draft_s", "verify_s", "wall_s", "cpu_s")
         if len({len(getattr(self, key)) for key in steps}) > 1 or len(self.proposer) not in (0, len(self.drafted)):
             raise ValueError(f"its lists ({', '.join(steps)}) are not of one length")
         return self

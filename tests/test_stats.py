@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec import cost, report, stats
+from specdec import cost, report, stats, track
 from specdec.core import RequestStats
 from specdec.engine import Clock
 from specdec.target import CausalLM
@@ -279,6 +280,17 @@ def timed(tokens: int, wall_s: float, cpu_s: float, drafted: int = 0) -> Request
     own = RequestStats()
     own.add(drafted, tokens - 1, tokens, 0.0, wall_s, 1, cpu_s=cpu_s)
     return own
+
+
+def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> None:
+    """As one of a run by an older version; what is written of the statistics is what is looked for."""
+    statistics = {field.name: [] if field.default_factory is list else 0.0 for field in dataclasses.fields(RequestStats)}
+    row = {"id": "a", "category": "b", "num_prompt_tokens": 1, "output_token_ids": [1], "sampling": {}} | statistics
+    report.check_rows([row], tmp_path / "requests.jsonl")
+    assert track.stats_of(row) == RequestStats()
+    for key in statistics:
+        with pytest.raises(ValueError, match=rf"requests.jsonl, line 1: {key}.*move the file away"):
+            report.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")
 
 
 def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
