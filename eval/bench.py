@@ -5,7 +5,7 @@
 
 Prints tokens/s of each, the ratio ours/theirs (median over prompts; prefill included on both sides), the share of time that the
 engine spends outside forwards, and the cost of the suffix trie. "our layers": their loop with the linear layers of
-`specdec/linear.py`, so that the ratio is that of the loops alone. Writes out_dir/bench.json.
+`specdec/model/packed_linear.py`, so that the ratio is that of the loops alone. Writes out_dir/bench.json.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ def run(cfg: dict[str, Any]) -> None:
     import torch
     from transformers.utils import logging
 
-    from specdec import bench, config, hub, linear, method, rejection, report, stats, tasks, track
-    from specdec.core import Request, SamplingParams
+    from specdec import config, hub, method, rejection
+    from specdec.core import Request
     from specdec.engine import Engine
+    from specdec.measure import bench, records, report, stats, tasks
     from specdec.method import suffix
-    from specdec.target import CausalLM, choose_device, choose_dtype
+    from specdec.model import packed_linear
+    from specdec.model.target import CausalLM, choose_device, choose_dtype
+    from specdec.params import SamplingParams
 
     logging.set_verbosity_error()  # generate warns about its own arguments at every call
     out_dir, model, k = Path(cfg["out_dir"]), cfg["model"], cfg["num_speculative_tokens"]
@@ -38,8 +41,8 @@ def run(cfg: dict[str, Any]) -> None:
         for value in cfg[key] if isinstance(cfg[key], list) else [cfg[key]]:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{key}={cfg[key]!r}: whole numbers, at least 1 are needed")
-    track.reserve(out_dir, resume=False, resumes=False)
-    results: dict[str, Any] = {"environment": track.environment(), "speed": [], "batch": [], "suffix": []}
+    records.reserve(out_dir, resume=False, resumes=False)
+    results: dict[str, Any] = {"environment": records.environment(), "speed": [], "batch": [], "suffix": []}
 
     for dtype in cfg["dtypes"]:
         target = CausalLM(config.model_name(model), dtype, model["device"], model["revision"])
@@ -79,11 +82,11 @@ def run(cfg: dict[str, Any]) -> None:
         }
         names, rival_names = list(own), list(rivals)
         pairs = list(zip(names, [*rival_names[:3], rival_names[2], rival_names[3]], strict=True))
-        if cfg["loop_alone"] and linear.can_pack(target.dtype, target.device):
+        if cfg["loop_alone"] and packed_linear.can_pack(target.dtype, target.device):
             # their loops with our linear layers: what is left of the ratio is the loop's
             packed, packed_assistant = plain(target.path), plain(hub.resolve(draft_name))
-            linear.pack(packed)
-            linear.pack(packed_assistant)
+            packed_linear.pack(packed)
+            packed_linear.pack(packed_assistant)
             alone = (hf(packed), hf(packed, **lookup), hf(packed, assistant_model=packed_assistant))
             for name, rival, decode in zip(
                 (names[0], names[1], names[4]), (*rival_names[:2], rival_names[3]), alone, strict=True
@@ -121,9 +124,9 @@ def run(cfg: dict[str, Any]) -> None:
     for count in cfg["suffix_tokens"]:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
 
-    track.claim(out_dir, False, {"bench": cfg["name"]}, resumes=False)
+    records.claim(out_dir, False, {"bench": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
-    track.write_json(out_dir / "bench.json", results)
+    records.write_json(out_dir / "bench.json", results)
     report.show(*report.bench_tables(results))
     if target.device.type == "cpu":
         shares = {

@@ -24,14 +24,16 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from specdec import config, cost, load, report, stats, tasks, track
-    from specdec.core import SamplingParams
+    from specdec import config
     from specdec.engine import Engine
-    from specdec.target import CausalLM
+    from specdec.measure import records, report, serving, stats, tasks
+    from specdec.model.target import CausalLM
+    from specdec.params import SamplingParams
+    from specdec.policy import cost
 
     params = SamplingParams(**cfg["sampling"])
     settings = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
-    levels = load.levels(cfg["rates"])
+    levels = serving.levels(cfg["rates"])
     for key in ("rounds", "cost_repeats", "cost_context"):
         if cfg[key] is not None and cfg[key] < 1:
             raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
@@ -39,7 +41,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     model, out_dir, rows = cfg["model"], Path(cfg["out_dir"]), cfg["max_batch_size"]
     if cfg["resume"]:
         raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
-    track.reserve(out_dir, resume=False, resumes=False)
+    records.reserve(out_dir, resume=False, resumes=False)
     torch.set_num_threads(config.threads(cfg))
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
@@ -53,7 +55,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None
     plain = engines[PLAIN]
-    identity = track.asked(target, chosen, params, cfg, cfg["rejection"]["name"]) | {
+    identity = records.asked(target, chosen, params, cfg, cfg["rejection"]["name"]) | {
         "rates": [str(level) for level in levels],
         "rounds": cfg["rounds"],
         **shape,
@@ -68,8 +70,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         with report.one_bar(f"costs of {name}", total) as advance:
             table = cost.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
         tables[name] = table
-        load.warm_up(engines[name])
-    track.claim(out_dir, False, identity, resumes=False)
+        serving.warm_up(engines[name])
+    records.claim(out_dir, False, identity, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     tables = cost.share_verification(tables)
     for name, table in tables.items():
@@ -85,14 +87,14 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     capacity = None
     if any(not isinstance(level, str) for level in levels):
-        first = {PLAIN: load.Record()}
+        first = {PLAIN: serving.Record()}
         piece = tasks.groups(chosen, rows)[:1]
-        for _ in load.take_turns({PLAIN: plain}, first, piece, None, params, cfg["seed"]):
+        for _ in serving.take_turns({PLAIN: plain}, first, piece, None, params, cfg["seed"]):
             pass
         capacity = len(piece[0]) / first[PLAIN].clock_s
 
-    written = track.Rows(out_dir / "requests.jsonl", keep=False)
-    records = {level: {name: load.Record() for name in engines} for level in levels}
+    written = records.Rows(out_dir / "requests.jsonl", keep=False)
+    records = {level: {name: serving.Record() for name in engines} for level in levels}
     total = cfg["rounds"] * len(levels) * len(engines) * len(chosen)
     with report.one_bar("requests", total) as advance:
         for number in range(cfg["rounds"]):
@@ -100,7 +102,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                 afresh()
                 pieces = [[task] for task in chosen] if level == "one" else tasks.groups(chosen, rows)
                 rate = None if isinstance(level, str) else level * (capacity or 1.0)
-                turns = load.take_turns(engines, records[level], pieces, rate, params, cfg["seed"], level == "one")
+                turns = serving.take_turns(engines, records[level], pieces, rate, params, cfg["seed"], level == "one")
                 for name, task, served, request in turns:
                     facts = {
                         "run": name,
@@ -113,7 +115,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                         "arrival_s": served.arrival_s,
                         "added_s": served.added_s,
                     }
-                    written.add({**track.row_of(task, 1, request, target.tokenizer, facts), "id": request.id})
+                    written.add({**records.row_of(task, 1, request, target.tokenizer, facts), "id": request.id})
                     advance(1, f"rate {level}, {name}")
     written.close()
 
@@ -158,12 +160,12 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "plain_requests_per_s": capacity,
         "num_requests": len(chosen),
         "cost_context": context,
-        "environment": track.environment(),
+        "environment": records.environment(),
         "fastest": verdicts,
         "busy": busy,
         "runs": found,
     }
-    track.write_json(out_dir / "choose.json", summary)
+    records.write_json(out_dir / "choose.json", summary)
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg['task']['name']}"
     report.plot_choose(summary, title, out_dir / "choose.png")
     report.show(*report.choose_tables(summary, title), "")
@@ -182,7 +184,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
 def numbers(record: Any, table: Any) -> dict[str, Any]:
     """What came of a run at a rate, next to what the costs of its steps predict."""
-    from specdec import cost, stats
+    from specdec.measure import stats
+    from specdec.policy import cost
 
     seconds = sum(step.draft_s + step.verify_s for step in record.steps)
     predicted = cost.predicted_seconds(record.steps, table)
@@ -201,7 +204,7 @@ def work_and_seconds(record: Any, seconds_of: Any) -> tuple[list[float], list[fl
 
 def gain(base: Any, own: Any, seconds_of: Any) -> dict[str, float]:
     """Output tokens per second of the engine's time, prefill included, over those of the baseline."""
-    from specdec import stats
+    from specdec.measure import stats
 
     return stats.ratio_of_rates(*work_and_seconds(base, seconds_of), *work_and_seconds(own, seconds_of))
 
@@ -214,7 +217,7 @@ def verdict(
     measured: work and seconds of each request, by run; has_own_cpu: the work was done by this process's CPU time. Only a run
     that drafted something, and then is faster by CPU time too, can be the fastest; others that seemed faster are named.
     """
-    from specdec import stats
+    from specdec.measure import stats
 
     num_requests = len(measured[PLAIN][0])
     if num_requests < stats.MIN_REQUESTS:
@@ -239,7 +242,7 @@ def verdict(
 def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The object of every run by its name, plain decoding first. ValueError, one line, for what is not known."""
     from specdec import config, method
-    from specdec.core import nearest
+    from specdec.checked import nearest
 
     known = [name for name in method.names() if name != "extract_hidden_states"]
     for key, form in (("checkpoints", "{eagle3: DIR}"), ("runs", "{a: {method: ngram}}")):

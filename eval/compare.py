@@ -15,8 +15,8 @@ with script.one_line():
     from pathlib import Path
     from typing import Any
 
-    from specdec import report
-    from specdec.core import writing
+    from specdec.files import writing
+    from specdec.measure import report
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 NUMBERS = (

@@ -20,10 +20,13 @@ with script.one_line():
 
     import torch
 
-    from specdec import bench, cost, method, rejection
-    from specdec.core import Context, Draft, Request, SamplingParams, Silent
+    from specdec import method, rejection
+    from specdec.core import Context, Draft, Request, Silent
     from specdec.engine import Engine
-    from specdec.target import CausalLM, choose_device
+    from specdec.measure import bench
+    from specdec.model.target import CausalLM, choose_device
+    from specdec.params import SamplingParams
+    from specdec.policy import cost
 
 BUDGET_S = 420
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them

@@ -5,7 +5,7 @@
     python eval/load.py method=none arrivals=trace trace=outputs/load-demo-llama-ngram-standard/requests.jsonl
 
 First turns of the tasks only. Writes, line by line while it runs, out_dir/requests.jsonl (a row per finished request) and
-steps.jsonl (a row per step of the engine), and at the end summary.json and load.png, with config.yaml. What had finished when a
+steps.jsonl (a row per step of the engine), and at the end summary.json and serving.png, with config.yaml. What had finished when a
 run was interrupted or killed stays readable; after Ctrl-C it is summarised. A run is not resumed: its clock has stopped.
 """
 
@@ -22,11 +22,12 @@ from specdec import script
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from specdec import config, load, report, stats, tasks, track
-    from specdec.core import SamplingParams
+    from specdec import config
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.target import CausalLM
+    from specdec.measure import records, report, serving, stats, tasks
+    from specdec.model.target import CausalLM
+    from specdec.params import SamplingParams
 
     if cfg["checkpoint"] is not None:
         config.take_checkpoint(cfg)
@@ -35,32 +36,32 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
     speculative.check()
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    coming = load.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
+    coming = serving.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
-    track.check_logger(cfg["logger"])
-    track.reserve(out_dir, resume=False, resumes=False)
+    records.check_logger(cfg["logger"])
+    records.reserve(out_dir, resume=False, resumes=False)
     torch.set_num_threads(config.threads(cfg))
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     proposer, verifier = speculative.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     engine = Engine(target, proposer, verifier, **shape)
-    for _, request, _ in load.requests(target, chosen, coming, params, cfg["seed"]):
+    for _, request, _ in serving.requests(target, chosen, coming, params, cfg["seed"]):
         engine.check(request)
     longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
     engine.policy = speculative.policy(target, proposer, cfg["max_batch_size"])
-    identity = track.asked(target, chosen, params, cfg, scheme) | {
+    identity = records.asked(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
         **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},
         "request_rate": str(cfg["request_rate"]),
         **shape,
     }
-    track.claim(out_dir, False, identity, resumes=False)
+    records.claim(out_dir, False, identity, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     common = {
         "method": name,
@@ -69,29 +70,29 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "lossless": verifier.lossless,
     }
     print("warming up", file=sys.stderr)
-    load.warm_up(engine)
+    serving.warm_up(engine)
 
-    rows, steps = (track.Rows(out_dir / f"{what}.jsonl", keep=False) for what in ("requests", "steps"))
+    rows, steps = (records.Rows(out_dir / f"{what}.jsonl", keep=False) for what in ("requests", "steps"))
     task_of: dict[str, tasks.Task] = {}
 
     def timed() -> Any:
-        for arrival_s, request, task in load.requests(target, chosen, coming, params, cfg["seed"]):
+        for arrival_s, request, task in serving.requests(target, chosen, coming, params, cfg["seed"]):
             task_of[request.id] = task
             yield arrival_s, request
 
     interrupted, exit_code, began, num_not_due = False, 0, 0.0, 0
     with report.one_bar("requests", len(coming)) as advance:
 
-        def told(turn: load.Turn, _: Any) -> None:
+        def told(turn: serving.Turn, _: Any) -> None:
             nonlocal began
             began = engine.now() - turn.at_s
             steps.add(turn.row())
             advance(0, f"{turn.waiting} waiting, {turn.running} running")
 
-        sent = load.send(engine, timed(), told)
+        sent = serving.send(engine, timed(), told)
         try:
             for arrival_s, added_s, request in sent:
-                row = track.row_of(task_of.pop(request.id), 1, request, target.tokenizer, common)
+                row = records.row_of(task_of.pop(request.id), 1, request, target.tokenizer, common)
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
         except KeyboardInterrupt as error:
@@ -101,15 +102,15 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     rows.close()
     steps.close()
 
-    served = [track.served_of(row) for row in track.rows_in(out_dir / "requests.jsonl")]
+    served = [records.served_of(row) for row in records.rows_in(out_dir / "requests.jsonl")]
     if not served:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(exit_code)
     changing = cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list)
-    rates = load.phases(cfg["request_rate"]) if changing else []
+    rates = serving.phases(cfg["request_rate"]) if changing else []
     edges = list(accumulate(seconds for seconds, _ in rates))
     phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg["num_requests"])
-    busy = sum(turn["wall_s"] for turn in track.rows_in(out_dir / "steps.jsonl"))
+    busy = sum(turn["wall_s"] for turn in records.rows_in(out_dir / "steps.jsonl"))
     overall = stats.under_load(served)
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
@@ -119,14 +120,14 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "num_not_due": num_not_due,
         "interrupted": interrupted,
         "busy_share": busy / overall["end_s"],
-        "environment": track.environment(),
+        "environment": records.environment(),
         "overall": overall,
         "phases": phases,
     }
-    track.write_json(out_dir / "summary.json", summary)
+    records.write_json(out_dir / "summary.json", summary)
     said = cfg["trace"] if cfg["arrivals"] == "trace" else f"{cfg['request_rate']} requests/s"
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
-    plot = report.plot_load(served, track.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
+    plot = report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
     report.show(report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
     share = stats.wall_over_cpu([one.stats for one in served]) if target.device.type == "cpu" else None
     if reasons := stats.busy_reasons({}, {name: share}):
@@ -134,8 +135,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if not verifier.lossless:
         report.show(f"lossless: NO, {verifier.name} does not keep the target's law")
     if cfg["logger"]["name"] == "wandb":
-        logged = list(track.rows_in(out_dir / "requests.jsonl"))
-        where = track.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
+        logged = list(records.rows_in(out_dir / "requests.jsonl"))
+        where = records.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
         report.show(f"wandb: {where}")
     report.show(f"written to {out_dir}")
     if interrupted:

@@ -21,10 +21,12 @@ from specdec import script
 def run(cfg: dict[str, Any]) -> None:
     import torch
 
-    from specdec import config, cost, report, track
-    from specdec.core import SamplingParams
+    from specdec import config
     from specdec.llm import SpeculativeConfig
-    from specdec.target import CausalLM
+    from specdec.measure import records, report
+    from specdec.model.target import CausalLM
+    from specdec.params import SamplingParams
+    from specdec.policy import cost
 
     if cfg["checkpoint"] is not None:
         config.take_checkpoint(cfg)
@@ -37,7 +39,7 @@ def run(cfg: dict[str, Any]) -> None:
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")
-    track.reserve(out_dir, resume=False, resumes=False)
+    records.reserve(out_dir, resume=False, resumes=False)
     before = None if cfg["acceptance"] is None else read_run(Path(cfg["acceptance"]), name)
     torch.set_num_threads(config.threads(cfg))
 
@@ -55,7 +57,7 @@ def run(cfg: dict[str, Any]) -> None:
     total = len(sizes) * (cfg["repeats"] + 1) * len(cost.lengths_up_to(longest))
     with report.one_bar("steps", total) as advance:
         table = cost.measure(target, proposer, sizes, longest, cfg["context"], cfg["repeats"], params, advance)
-    table = replace(table, about={**table.about, "method": name, "environment": track.environment()})
+    table = replace(table, about={**table.about, "method": name, "environment": records.environment()})
 
     parts, proposal = list[Any](report.cost_tables(table)), ""
     if acceptance is not None:
@@ -71,7 +73,7 @@ def run(cfg: dict[str, Any]) -> None:
         parts.append(report.schedule_table(table, cost.tokens_per_s(table, stood_K, most, reach_K)))
         parts.append(f"P(i draft tokens stand), of {count} steps: {' '.join(f'{p:.2f}' for p in stood_K)}")
         proposal = f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}\n"
-    track.claim(out_dir, False, {"profile": cfg["name"]}, resumes=False)
+    records.claim(out_dir, False, {"profile": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     table.save(out_dir / "cost.json")
     report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")
@@ -82,14 +84,14 @@ def run(cfg: dict[str, Any]) -> None:
 
 def read_run(directory: Path, method: str) -> dict[str, Any]:
     """Summary and rows of a run of eval/run.py. ValueError if its acceptance says nothing about this method."""
-    from specdec import report, track
+    from specdec.measure import records, report
 
     what = f"acceptance={directory}"
     if not all((directory / name).is_file() for name in ("summary.json", "requests.jsonl")):
         raise ValueError(f"{what}: not the out_dir of a finished eval/run.py")
     try:
         summary = report.read_summary(directory, "run it again", ("target", "dtype", "method", "num_speculative_tokens"))
-        rows = list(track.rows_in(directory / "requests.jsonl"))
+        rows = list(records.rows_in(directory / "requests.jsonl"))
         report.check_rows(rows, directory / "requests.jsonl")
     except (OSError, ValueError) as error:
         raise ValueError(f"{what}: {error}") from None
@@ -112,7 +114,7 @@ def read_run(directory: Path, method: str) -> dict[str, Any]:
 
 def survival_of(run: dict[str, Any], max_model_len: int) -> tuple[list[float], list[float], int]:
     """`stats.survival` of a run's rows."""
-    from specdec import stats, track
+    from specdec.measure import records, stats
 
     limit = run["summary"].get("max_model_len") or max_model_len
     budgets = []
@@ -120,7 +122,7 @@ def survival_of(run: dict[str, Any], max_model_len: int) -> tuple[list[float], l
         room = limit - row["num_prompt_tokens"]
         budgets.append(min(room, row["sampling"]["max_tokens"] or room))
     num_draft = run["summary"]["num_speculative_tokens"]
-    return stats.survival([track.stats_of(row) for row in run["rows"]], budgets, num_draft)
+    return stats.survival([records.stats_of(row) for row in run["rows"]], budgets, num_draft)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,15 @@ with script.one_line():
 
     import torch
 
-    from specdec import config, hub, method, report, tasks
+    from specdec import config, hub, method
     from specdec.checkpoint import native
-    from specdec.core import Request, SamplingParams
-    from specdec.drafter import Drafter, Init
+    from specdec.core import Request
+    from specdec.drafter.base import Drafter, Init
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.target import CausalLM
+    from specdec.measure import report, tasks
+    from specdec.model.target import CausalLM
+    from specdec.params import SamplingParams
 
 BATCH_SIZES = (1, 3, 8)
 

@@ -24,11 +24,15 @@ from specdec import script
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from specdec import config, cost, method, parallel_state, rejection, report, tasks, track, vocabulary
-    from specdec.core import SamplingParams
+    from specdec import config, method, rejection
+    from specdec.drafter import shared_vocab
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.target import CausalLM, choose_device
+    from specdec.measure import records, report, tasks
+    from specdec.model import distributed
+    from specdec.model.target import CausalLM, choose_device
+    from specdec.params import SamplingParams
+    from specdec.policy import cost
 
     # everything that a typo can break comes before the weights
     if cfg["checkpoint"] is not None:
@@ -36,24 +40,24 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
-    size, started = cfg["tensor_parallel_size"], parallel_state.num_started()
+    size, started = cfg["tensor_parallel_size"], distributed.num_started()
     speculative.check(size)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    track.check_logger(cfg["logger"])
-    track.reserve(out_dir, cfg["resume"])
+    records.check_logger(cfg["logger"])
+    records.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(config.threads(cfg))
 
     if size == 1 < started:
         raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
-    processes = parallel_state.join(size, choose_device(model["device"]))
+    processes = distributed.join(size, choose_device(model["device"]))
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
     proposer, verifier = speculative.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    identity = track.asked(target, chosen, params, cfg, scheme) | {
+    identity = records.asked(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
-        "drafter_weights": track.drafter_weights(speculative),
+        "drafter_weights": records.drafter_weights(speculative),
         "tensor_parallel_size": size,
         **shape,
     }
@@ -66,11 +70,11 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     for engine in engines:
         tasks.prepare(engine, chosen, params)
     names = ["none", name][-len(passes) :]
-    recorded: list[track.Rows] = []
+    recorded: list[records.Rows] = []
     if processes.leads:  # of several processes with the same answers, one writes
-        track.claim(out_dir, cfg["resume"], identity)
+        records.claim(out_dir, cfg["resume"], identity)
         config.save(cfg, out_dir / "config.yaml")
-        recorded = [track.Rows(path) for path, _, _ in passes]
+        recorded = [records.Rows(path) for path, _, _ in passes]
         for rows in recorded:
             report.check_rows(rows.rows, rows.path)
     answered = processes.agree_object([rows.answered for rows in recorded])
@@ -89,7 +93,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             for place, (label, before, engine) in enumerate(zip(names, answered, engines, strict=True)):
                 for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], before):
                     if processes.leads:
-                        recorded[place].add(track.row_of(task, turn, request, target.tokenizer, common[place]))
+                        recorded[place].add(records.row_of(task, turn, request, target.tokenizer, common[place]))
                     advance(label)
     for rows in recorded:
         rows.close()
@@ -112,15 +116,15 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
         "resumed": cfg["resume"],
-        "environment": track.environment(),
+        "environment": records.environment(),
         **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
     has_own_cpu = target.device.type == "cpu" and processes.size == 1
     summary["busy"] = report.busy_reasons(summary, name, has_own_cpu) if len(passes) > 1 else []
     two_vocabularies = getattr(proposer, "vocabulary", None)
-    if isinstance(two_vocabularies, vocabulary.Shared):
+    if isinstance(two_vocabularies, shared_vocab.Shared):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
-    track.write_json(out_dir / "summary.json", summary)
+    records.write_json(out_dir / "summary.json", summary)
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = report.plot_run(summary, title, out_dir / "run.png")
@@ -144,7 +148,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if cfg["resume"]:
         report.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
     if cfg["logger"]["name"] == "wandb":
-        report.show(f"wandb: {track.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
+        report.show(f"wandb: {records.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
     report.show(f"written to {out_dir}")
     return summary
 
@@ -154,7 +158,7 @@ if __name__ == "__main__":
         from specdec import config
 
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            from specdec import parallel_state
+            from specdec.model import distributed
 
-            parallel_state.speak_once()
+            distributed.speak_once()
         config.launch("eval", run, *config.its_method())

@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from specdec.core import SamplingParams
+        from specdec.params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")

@@ -23,7 +23,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from yaml import MarkedYAMLError
 
-from specdec.core import nearest, parse_json, short_repr, writing
+from specdec.checked import nearest, short_repr
+from specdec.files import parse_json, writing
 from specdec.script import fail, one_line
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -442,10 +443,10 @@ def _own_directory(cfg: dict[str, Any]) -> None:
     said = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(here))[:60].strip("_")
     out_dir = Path(cfg["out_dir"]) / f"{HydraConfig.get().job.num}-{said}"
     cfg["out_dir"] = str(out_dir)
-    from specdec import track
+    from specdec.measure import records
 
     # of an interrupted sweep, some jobs have not begun
-    cfg["resume"] = cfg["resume"] and (out_dir / track.MARKER).exists()
+    cfg["resume"] = cfg["resume"] and (out_dir / records.MARKER).exists()
 
 
 def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from specdec import sampling
 from specdec.core import Context, Draft, Policy, Proposer, Request, RequestStats, Step
-from specdec.kv import SlotCache, end_to_end, side_by_side
+from specdec.model.kv import SlotCache, end_to_end, side_by_side
+from specdec.model.target import CausalLM
 from specdec.rejection import Verifier
-from specdec.target import CausalLM
 
 LONG_OUT = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
 ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request

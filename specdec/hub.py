@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from specdec.core import apply_umask, first_line, nearest, read_json, short_repr, writing
+from specdec.checked import first_line, nearest, short_repr
+from specdec.files import apply_umask, read_json, writing
 
 DEFAULT = "smollm2-135m"
 ADAPTER = "adapter_config.json"  # of a PEFT adapter

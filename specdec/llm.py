@@ -17,25 +17,19 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, Field, field_validator
 
-from specdec import adaptive, cost, method, parallel_state, rejection, sampling
-from specdec.adaptive import Adaptive, Scheduled
-from specdec.core import (
-    Checked,
-    Policy,
-    Proposer,
-    Request,
-    SamplingParams,
-    first_line,
-    nearest,
-    parse_json,
-    short_repr,
-    whole_text,
-)
+from specdec import method, rejection, sampling
+from specdec.checked import Checked, first_line, nearest, short_repr, whole_text
+from specdec.core import Policy, Proposer, Request
 from specdec.engine import Engine
+from specdec.files import parse_json
+from specdec.measure.stats import Metric, SpecDecodeMetrics, Totals
 from specdec.method import hybrid
+from specdec.model import distributed
+from specdec.model.target import DTYPES, CausalLM, choose_device
+from specdec.params import SamplingParams
+from specdec.policy import adaptive, cost
+from specdec.policy.adaptive import Adaptive, Scheduled
 from specdec.rejection import Verifier
-from specdec.stats import Metric, SpecDecodeMetrics, Totals
-from specdec.target import DTYPES, CausalLM, choose_device
 from specdec.training.data import unread_template_kwargs
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
@@ -438,7 +432,7 @@ class LLM:
         self.speculative_config = SpeculativeConfig.parse(args.speculative_config)
         self.speculative_config.check(args.tensor_parallel_size)  # before the target is loaded
         device = None if args.device is None else str(args.device)
-        processes = parallel_state.join(args.tensor_parallel_size, choose_device(device))
+        processes = distributed.join(args.tensor_parallel_size, choose_device(device))
         self.target = CausalLM(args.model, args.dtype, device, args.revision, processes)
         proposer, verifier = self.speculative_config.build(self.target)
         policy = self.speculative_config.policy(self.target, proposer, args.max_batch_size)
@@ -512,7 +506,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Sums over all requests that have finished, under the names that vLLM's method of this name has: `Counter` (`value`)
-        and `Vector` (`values`) of `specdec.stats`, where it says how values differ from vLLM's."""
+        and `Vector` (`values`) of `specdec.measure.stats`, where it says how values differ from vLLM's."""
         return self._totals.metrics()
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core import GREEDY_BELOW, SamplingParams
+from specdec.params import GREEDY_BELOW, SamplingParams
 
 # streams: noise that judges a draft must be independent of the noise that drew it, and of what seeds were made from
 VERIFY, DRAFT, SEED = 0, 1, 2

@@ -44,9 +44,9 @@ def fail(message: object) -> NoReturn:
         _end_interrupted(128 + _signal)
     line = _first_line(message)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from specdec import parallel_state
+        from specdec.model import distributed
 
-        if (speaks := parallel_state.is_first_to_fail()) is not None:
+        if (speaks := distributed.is_first_to_fail()) is not None:
             if speaks:  # at once: when the first has ended, torchrun ends the others
                 print(f"error: {line}", file=sys.stderr, flush=True)
             sys.exit(1)
@@ -130,9 +130,9 @@ def another_has_said_why(error: Exception) -> bool:
     """Whether this is what is left of a group of processes of which one has failed."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not isinstance(error, RuntimeError):
         return False
-    from specdec import parallel_state
+    from specdec.model import distributed
 
-    return parallel_state.another_failed()
+    return distributed.another_failed()
 
 
 def _show_traceback() -> None:

@@ -21,10 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from specdec import hub, method, rejection
-from specdec.core import Request, SamplingParams
-from specdec.drafter import Init
+from specdec.core import Request
+from specdec.drafter.base import Init
 from specdec.engine import Engine
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 from specdec.training.data import Sample
 from specdec.training.features import Online
 

@@ -38,11 +38,11 @@ with script.one_line():
     import torch
     from safetensors.torch import load_file
 
-    from specdec import engine, load, recipe, report, tasks, track  # noqa: F401  so that the forks have them
     from specdec.checkpoint import native
     from specdec.config import CONF
+    from specdec.measure import records
     from specdec.method import eagle3, ngram, suffix  # noqa: F401
-    from specdec.target import CausalLM
+    from specdec.model.target import CausalLM
     from specdec.training import features
 
 ROOT = CONF.parent
@@ -139,7 +139,7 @@ class Kind:
     name: str  # of the output
     contents: Callable[[Path], Any]
     check: Callable[[Path], None] = lambda out: None
-    begun: Callable[[Path], bool] = lambda out: (out / track.MARKER).exists()
+    begun: Callable[[Path], bool] = lambda out: (out / records.MARKER).exists()
     resumes: bool = True
     evaluations: bool = False
     seconds: float = math.nan  # of an uninterrupted run
@@ -153,7 +153,7 @@ class Kind:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return list(track.rows_in(path))
+    return list(records.rows_in(path))
 
 
 def by_id(path: Path, *keys: str) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def ended_for_good(kind: Kind, straight: Any, folder: Path) -> list[str]:
             assert all(straight[name] == row for name, row in rows.items()), "a row differs"
             out = (folder / "again") / kind.name
             out.parent.mkdir()
-            if (folder / kind.name / track.MARKER).exists():
+            if (folder / kind.name / records.MARKER).exists():
                 refused = kind.go(folder)
                 assert refused.code == 1, "its directory is taken again"
                 assert "resume=true" not in refused.err, f"it advises what it refuses: {refused.err}"

@@ -38,12 +38,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from specdec import LLM, SamplingParams, checkpoint, cost, hub, load, method, report, tasks
+from specdec import LLM, SamplingParams, checkpoint, hub, method
+from specdec.checked import Checked
 from specdec.checkpoint import lint, native
 from specdec.config import CONF
-from specdec.core import Checked
-from specdec.drafter import Init
+from specdec.drafter.base import Init
 from specdec.llm import EngineArgs, SpeculativeConfig
+from specdec.measure import report, serving, tasks
+from specdec.policy import cost
 from specdec.training import data, features
 
 ROOT = CONF.parent
@@ -778,7 +780,7 @@ def trace_cases() -> Iterator[Case]:
 
         def action(scratch: Path, line: bytes = line) -> Any:
             (scratch / "trace.jsonl").write_bytes(line + b'\n{"arrival_s": 3.0}\n' if line else b"")
-            return load.trace(scratch / "trace.jsonl")
+            return serving.trace(scratch / "trace.jsonl")
 
         yield Case("traces", name, action)
     rates: dict[str, Any] = {
@@ -787,8 +789,8 @@ def trace_cases() -> Iterator[Case]:
     for name, value in (
         rates | {"phase of text": [["a", 1]], "phase of three": [[1, 2, 3]], "phase of 0 s": [[0, 1]], "pause only": [[1, 0]]}
     ).items():
-        yield Case("traces", f"request_rate {name}", lambda _, value=value: load.phases(value), ("request_rate",))
-        yield Case("traces", f"rates {name}", lambda _, value=value: load.levels(value), ("rates",))
+        yield Case("traces", f"request_rate {name}", lambda _, value=value: serving.phases(value), ("request_rate",))
+        yield Case("traces", f"rates {name}", lambda _, value=value: serving.levels(value), ("rates",))
 
 
 def cost_cases() -> Iterator[Case]:
@@ -986,7 +988,7 @@ def called(script: str, *arguments: str, weights: bool = False) -> Callable[[Pat
         try:
             with (
                 mock.patch.object(sys, "argv", [str(ROOT / script), *arguments]),
-                contextlib.nullcontext() if weights else mock.patch("specdec.target.load_weights", through),
+                contextlib.nullcontext() if weights else mock.patch("specdec.model.target.load_weights", through),
                 mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
             ):
                 runpy.run_path(str(ROOT / script), run_name="__main__")

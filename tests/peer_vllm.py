@@ -8,7 +8,7 @@ compared needs drafts of which some stand, not a good drafter. Ours decodes with
 the directory that train/share.py made of it. float32, temperature 0, one method per process.
 
 vLLM drafts K tokens in a request's last steps too, and counts what is accepted beyond its end; `cut` takes that off, as
-specdec/stats.py describes it. Then every step must be the same. Exit code 1 if any token or step is not.
+specdec/measure/stats.py describes it. Then every step must be the same. Exit code 1 if any token or step is not.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def table(rows: list[dict[str, Any]], version: str, about: str) -> str:
 
 def ours_of(target: Path, case: Case, prompts: list[list[int]], max_tokens: int, model: str | None) -> Run:
     from specdec import LLM, SamplingParams
-    from specdec.stats import Counter, Vector
+    from specdec.measure.stats import Counter, Vector
 
     llm = LLM(
         target,
@@ -249,8 +249,9 @@ def has(python: str, module: str) -> bool:
 
 
 def compare(arguments: argparse.Namespace, out: Path) -> int:
-    from specdec import hub, tasks
-    from specdec.target import CausalLM
+    from specdec import hub
+    from specdec.measure import tasks
+    from specdec.model.target import CausalLM
 
     directory = hub.resolve(MODEL)
     tokenizer = CausalLM(directory, "float32", "cpu").tokenizer

@@ -30,21 +30,22 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from specdec import method, rejection
-from specdec.adaptive import Adaptive, Scheduled
-from specdec.contract import Contract
-from specdec.core import Context, Draft, Policy, Proposer, SamplingParams
-from specdec.cost import CostTable
-from specdec.drafter import Init
+from specdec.core import Context, Draft, Policy, Proposer
+from specdec.drafter.base import Init
+from specdec.model.contract import Contract
+from specdec.model.target import CausalLM, Output
+from specdec.params import SamplingParams
+from specdec.policy.adaptive import Adaptive, Scheduled
+from specdec.policy.cost import CostTable
 from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
-from specdec.target import CausalLM, Output
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 POISON = -1  # what a slot holds that was never written
 
 
 class TokenCache:
-    """Stands in for `specdec.kv.SlotCache`. Has no slot that was not asked for: a step too far fails."""
+    """Stands in for `specdec.model.kv.SlotCache`. Has no slot that was not asked for: a step too far fails."""
 
     def __init__(self) -> None:
         self.rows, self.slots = 0, 0

@@ -17,13 +17,15 @@ from test_engine_law import TABLE as SMALL
 from test_engine_law import adverse, decode, drafts_of, misfit
 from torch import Tensor
 
-from specdec import adaptive, cost, method
-from specdec.adaptive import Acceptance, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
-from specdec.core import Context, Draft, Request, SamplingParams
-from specdec.cost import CostTable
+from specdec import method
+from specdec.core import Context, Draft, Request
 from specdec.engine import Engine
 from specdec.llm import LLM, SpeculativeConfig
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
+from specdec.policy import adaptive, cost
+from specdec.policy.adaptive import Acceptance, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
+from specdec.policy.cost import CostTable
 
 
 @pytest.fixture(scope="module")

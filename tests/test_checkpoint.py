@@ -28,17 +28,17 @@ from test_drafters import changed, made_once
 from torch import Tensor
 
 from specdec import checkpoint, hub, method
-from specdec.chain import ChainDrafter
-from specdec.checkpoint import causal_lm, foreign, lint, mlp_speculator, native
+from specdec.checkpoint import causal_lm, hf_common, lint, mlp_speculator, native
 from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
-from specdec.drafter import Init
+from specdec.drafter import unroll
+from specdec.drafter.autoregressive import ChainDrafter
+from specdec.drafter.base import Init
 from specdec.llm import SpeculativeConfig
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
-from specdec.target import CausalLM
-from specdec.training import unroll
+from specdec.model.target import CausalLM
 from specdec.training.data import Sample
 from specdec.training.features import Online
 
@@ -510,7 +510,7 @@ def test_bad_directories(tmp_path: Path, one_line: Any) -> None:
     def refused(*words: str) -> None:
         one_line(lambda: checkpoint.load(tmp_path), *words)
 
-    one_line(lambda: foreign.read_config(tmp_path), "no config.json")
+    one_line(lambda: hf_common.read_config(tmp_path), "no config.json")
     refused("config.json")
     (tmp_path / "config.json").write_text("[1]")
     refused("no mapping")
@@ -1228,7 +1228,7 @@ def of(findings: list[lint.Finding], engine: str, severity: str = "error") -> st
 def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Every tensor that is missing, renamed or of another shape is found by name; the published ones are as wanted."""
     config = json.loads((ships(name) / "config.json").read_text())
-    told = {"num_nextn_predict_layers": len(shipped.traces(config, set(foreign.shapes_of(ships(name)))))}
+    told = {"num_nextn_predict_layers": len(shipped.traces(config, set(hf_common.shapes_of(ships(name)))))}
     whole = changed(ships(name), tmp_path / "whole", lambda held: None)
     edited(whole, **told)
     assert verdict(whole) == {"vllm", "sglang"}, lint.check(whole)
@@ -1605,15 +1605,15 @@ def test_an_adapter_beside_a_drafter_is_not_passed_over(engine: str | None, tmp_
 @pytest.mark.parametrize("placed", [5, [1], {"fc.weight": 5}])
 def test_an_index_gives_each_tensor_a_file(placed: Any, tmp_path: Path, one_line: Any) -> None:
     directory = written(tmp_path, "eagle3", "vllm")
-    (directory / foreign.INDEX).write_text(json.dumps({"weight_map": placed}))
-    one_line(lambda: checkpoint.load(directory), str(directory), foreign.INDEX, "weight_map")
+    (directory / hf_common.INDEX).write_text(json.dumps({"weight_map": placed}))
+    one_line(lambda: checkpoint.load(directory), str(directory), hf_common.INDEX, "weight_map")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "\0", '{"a": ' + "9" * 5000 + "}"])
 def test_json_that_no_parser_takes(text: str, tmp_path: Path, one_line: Any) -> None:
     directory = native_eagle3(tmp_path / "drafter")
     (directory / "config.json").write_text(text)
-    for action in (native.load, checkpoint.load, checkpoint.method_of, foreign.read_config):
+    for action in (native.load, checkpoint.load, checkpoint.method_of, hf_common.read_config):
         one_line(lambda action=action: action(directory), str(directory), "config.json cannot be read")
 
 

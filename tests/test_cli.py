@@ -24,9 +24,10 @@ from typing import Any
 
 import pytest
 
-from specdec import bench, config, engine, hub, method, rejection, stats, tasks, track
+from specdec import config, engine, hub, method, rejection
 from specdec.config import CONF, read
-from specdec.target import CausalLM
+from specdec.measure import bench, records, stats, tasks
+from specdec.model.target import CausalLM
 
 EVAL = CONF.parent / "eval"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -163,7 +164,7 @@ def test_a_row_says_all_about_its_request(finished: Finished) -> None:
         assert all(len(row[key]) == 2 and min(row[key]) > 0 for key in ("draft_s", "verify_s"))
         assert 0 < row["prefill_s"] <= row["time_to_first_token_s"]
         assert row["decode_s"] >= sum(row["draft_s"]) + sum(row["verify_s"]) - 1e-9
-        own = stats.RequestStats(**{key: row[key] for key in (*track._LISTS, *track._TIMES)})
+        own = stats.RequestStats(**{key: row[key] for key in (*records._LISTS, *records._TIMES)})
         assert {key: row[key] for key in stats.request_metrics(own)} == stats.request_metrics(own)
     for row in rows_of(out_dir / "baseline.jsonl"):
         assert (row["method"], row["num_speculative_tokens"]) == ("none", 0)

@@ -20,8 +20,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import hub
-from specdec.target import CausalLM
-from specdec.tasks import DEMO as EVALUATION
+from specdec.measure.tasks import DEMO as EVALUATION
+from specdec.model.target import CausalLM
 from specdec.training import data
 from specdec.training.data import Rendered, Sample, UnstableTemplate, load, render
 

@@ -16,10 +16,11 @@ from laws import chi_square
 from test_exact import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
 
 from specdec import hub, rejection, sampling
-from specdec.core import Draft, Request, SamplingParams
+from specdec.core import Draft, Request
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

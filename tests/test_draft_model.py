@@ -33,12 +33,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec import hub, method
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Request, SamplingParams
+from specdec.core import Request
+from specdec.drafter import unroll
+from specdec.drafter.batch import Batch
 from specdec.method.draft_model import DraftModel, Init, masked_attention
 from specdec.method.pard import Pard
-from specdec.target import CausalLM
-from specdec.training import data, unroll
-from specdec.training.features import Batch, Online, Tokens
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
+from specdec.training import data
+from specdec.training.features import Online, Tokens
 from specdec.training.loop import Settings, fit
 
 K, MASK = 4, 259

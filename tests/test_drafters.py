@@ -36,18 +36,21 @@ from specdec import hub, method, rejection
 from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Policy, Request, SamplingParams
-from specdec.drafter import Init
+from specdec.core import Context, Draft, Policy, Request
+from specdec.drafter import losses, unroll
+from specdec.drafter.base import Init
+from specdec.drafter.batch import Batch
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
 from specdec.method.mlp import MLP
 from specdec.method.mtp import MTP
 from specdec.method.peagle import Objective as Depths
 from specdec.method.peagle import PEagle
-from specdec.target import CausalLM
-from specdec.training import loop, losses, unroll
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
+from specdec.training import loop
 from specdec.training.data import Sample
-from specdec.training.features import Batch, Online
+from specdec.training.features import Online
 
 
 @dataclass(frozen=True)
@@ -265,7 +268,7 @@ def test_drafts_go_on_when_rows_sat_out(variant: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("variant", ["peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", "mtp-3-mistral-reduced"])
 def test_drafts_go_on_from_a_long_prompt(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pairs of a prompt come in pieces: of 16 here, so that prompts end before, at and behind their borders."""
-    for module in ("specdec.chain", "specdec.method.mtp"):
+    for module in ("specdec.drafter.autoregressive", "specdec.method.mtp"):
         monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 16)
     hold_to_training(learner(variant), VARIANTS[variant].num_draft, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
 

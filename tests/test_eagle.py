@@ -18,19 +18,21 @@ from table import Restless
 from torch import Tensor
 
 from specdec import method, rejection
-from specdec.chain import PREFILL_CHUNK, ChainDrafter, Geometry
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Policy, Request, SamplingParams
-from specdec.drafter import Init, Objective
+from specdec.core import Context, Draft, Policy, Request
+from specdec.drafter import losses, unroll
+from specdec.drafter.autoregressive import PREFILL_CHUNK, ChainDrafter, Geometry
+from specdec.drafter.base import Init, Objective
+from specdec.drafter.batch import Batch
 from specdec.engine import Engine
 from specdec.method import eagle
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Architecture, Eagle3
-from specdec.target import CausalLM
-from specdec.training import losses, unroll
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 from specdec.training.data import Sample
-from specdec.training.features import Batch, Online
+from specdec.training.features import Online
 
 VOCAB = 320  # of the tiny models
 REDUCED = np.r_[10:200:2, 200:320]  # target ids of a draft vocabulary

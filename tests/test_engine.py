@@ -24,11 +24,12 @@ from table import NUM_DRAFT, OwnLaw, TableLM, methods, proposer, reference_law, 
 
 import specdec.engine
 from specdec import hub, method
-from specdec.core import Context, Draft, Proposer, Request, SamplingParams, Silent
+from specdec.core import Context, Draft, Proposer, Request, Silent
 from specdec.engine import EXTRA, Engine
+from specdec.measure.stats import pool, request_metrics
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 from specdec.sampling import VERIFY, uniforms
-from specdec.stats import pool, request_metrics
-from specdec.target import CausalLM
 
 V = 6
 TABLE = TableLM.random(V, seed=3, scale=1.0, max_model_len=128)

@@ -23,8 +23,9 @@ from table import NUM_DRAFT, FirstWriteWins, OwnLaw, TableLM, joint_law, methods
 from torch import Tensor
 
 from specdec import method, rejection, sampling
-from specdec.core import Context, Draft, Policy, Proposer, Request, SamplingParams, Verdict
+from specdec.core import Context, Draft, Policy, Proposer, Request, Verdict
 from specdec.engine import Engine
+from specdec.params import SamplingParams
 from specdec.rejection import Verifier, block, match, standard
 
 ROWS = 64

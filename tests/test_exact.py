@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from specdec import hub, tasks
+from specdec import hub
 from specdec import method as method_of
 from specdec.checkpoint import native
 from specdec.config import CONF, read
-from specdec.core import Request, SamplingParams
-from specdec.drafter import Init
+from specdec.core import Request
+from specdec.drafter.base import Init
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
-from specdec.target import CausalLM
+from specdec.measure import tasks
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 

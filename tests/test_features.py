@@ -28,12 +28,14 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec import hub, track
+from specdec import hub
 from specdec.config import CONF
-from specdec.target import CausalLM
+from specdec.drafter.batch import Batch
+from specdec.measure import records
+from specdec.model.target import CausalLM
 from specdec.training import data, features
 from specdec.training.data import Sample
-from specdec.training.features import Artifacts, Batch, Online, Writer, extract, identity
+from specdec.training.features import Artifacts, Online, Writer, extract, identity
 
 TRAIN = CONF.parent / "train"
 LISTS = [(), (0,), (4,), (1, 3), (3, 1), (0, 1, 2, 3, 4)]
@@ -1248,7 +1250,7 @@ def test_rows_with_a_line_that_is_not_theirs_are_not_touched(tmp_path: Path, bad
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line {place}: not a row of ours") as error:
-        track.Rows(path)
+        records.Rows(path)
     assert line(error)
     assert path.read_bytes() == b"".join(lines)
 
@@ -1257,7 +1259,7 @@ def test_rows_with_a_line_that_is_not_theirs_are_not_touched(tmp_path: Path, bad
 def test_only_a_last_line_that_was_cut_short_is_dropped(tmp_path: Path, rest: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD * 2 + rest)
-    rows = track.Rows(path)
+    rows = records.Rows(path)
     assert rows.rows == [{"id": "a"}, {"id": "a"}]
     rows.add({"id": "c"})
     rows.close()

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from table import TableLM
 
 from specdec import hub, method, rejection
-from specdec.adaptive import Adaptive
 from specdec.checkpoint import causal_lm
-from specdec.core import Request, SamplingParams
-from specdec.cost import CostTable
-from specdec.drafter import Init
+from specdec.core import Request
+from specdec.drafter.base import Init
 from specdec.engine import Engine
-from specdec.target import CausalLM, is_finite
+from specdec.model.target import CausalLM, is_finite
+from specdec.params import SamplingParams
+from specdec.policy.adaptive import Adaptive
+from specdec.policy.cost import CostTable
 from specdec.training.data import Sample
 from specdec.training.features import Online
 

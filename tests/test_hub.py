@@ -25,7 +25,7 @@ import torch
 from huggingface_hub import errors
 
 from specdec import LLM, SamplingParams, hub
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 
 @pytest.fixture

@@ -13,11 +13,14 @@ from table import NUM_DRAFT, TableLM, scheme, with_models
 from test_methods import SLOTS, context, states, text, tiny
 from torch import Tensor
 
-from specdec import cost, method, rejection, report, stats
-from specdec.core import Context, Draft, Proposer, Request, RequestStats, SamplingParams, Silent, ragged
+from specdec import method, rejection
+from specdec.core import Context, Draft, Proposer, Request, RequestStats, Silent, ragged
 from specdec.engine import LONG_OUT, Engine
 from specdec.llm import SpeculativeConfig
+from specdec.measure import report, stats
 from specdec.method.hybrid import Hybrid
+from specdec.params import SamplingParams
+from specdec.policy import cost
 
 K = {"num_speculative_tokens": NUM_DRAFT}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}

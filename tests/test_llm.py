@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from specdec import LLM, SamplingParams, hub
 from specdec.llm import RequestOutput, SpeculativeConfig
+from specdec.measure.stats import Counter, SpecDecodeMetrics, Vector
 from specdec.method.eagle3 import Architecture
-from specdec.stats import Counter, SpecDecodeMetrics, Vector
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 EOS = 257  # of the tiny models

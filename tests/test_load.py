@@ -21,13 +21,16 @@ import psutil
 import pytest
 from test_cli import EVAL, OFFLINE, Cli, call, contents, ended, outputs, rows_of, wait_for_lines, write_tasks
 
-from specdec import cost, load, method, rejection, stats, tasks, track
-from specdec.core import Request, RequestStats, SamplingParams, Step
-from specdec.cost import CostTable
+from specdec import method, rejection
+from specdec.core import Request, RequestStats, Step
 from specdec.engine import Engine
-from specdec.load import Arrival
-from specdec.stats import Served
-from specdec.target import CausalLM
+from specdec.measure import records, serving, stats, tasks
+from specdec.measure.serving import Arrival
+from specdec.measure.stats import Served
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
+from specdec.policy import cost
+from specdec.policy.cost import CostTable
 
 SELF = ("method=draft_model", "method.model=tiny")  # drafts for itself, so at temperature 0 every draft stands
 
@@ -57,37 +60,37 @@ def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
 
 
 def test_arrivals_at_one_rate() -> None:
-    slow, fast = (load.arrivals("poisson", rate, None, 4000, 3, seed=5) for rate in (2.0, 8))
+    slow, fast = (serving.arrivals("poisson", rate, None, 4000, 3, seed=5) for rate in (2.0, 8))
     assert len(slow) == 4000
     assert [a.at_s / 4 for a in slow] == pytest.approx([a.at_s for a in fast]), "the same noise at every rate"
     gaps = np.diff([a.at_s for a in slow])
     assert gaps.min() > 0
     assert gaps.mean() == pytest.approx(0.5, rel=0.05)
     assert gaps.std() == pytest.approx(0.5, rel=0.05), "exponential"
-    assert slow == load.arrivals("poisson", 2.0, None, 4000, 3, seed=5)
-    assert slow != load.arrivals("poisson", 2.0, None, 4000, 3, seed=6)
-    assert len(load.arrivals("poisson", 2.0, None, None, 3, seed=5)) == 3, "each task once"
+    assert slow == serving.arrivals("poisson", 2.0, None, 4000, 3, seed=5)
+    assert slow != serving.arrivals("poisson", 2.0, None, 4000, 3, seed=6)
+    assert len(serving.arrivals("poisson", 2.0, None, None, 3, seed=5)) == 3, "each task once"
     for at_once in (None, math.inf):
-        assert {a.at_s for a in load.arrivals("poisson", at_once, None, 7, 3, 0)} == {0.0}
+        assert {a.at_s for a in serving.arrivals("poisson", at_once, None, 7, 3, 0)} == {0.0}
 
 
 def test_arrivals_in_phases() -> None:
-    at = np.array([a.at_s for a in load.arrivals("poisson", [[100, 5.0], [50, 0], [100, 20]], None, None, 3, seed=1)])
+    at = np.array([a.at_s for a in serving.arrivals("poisson", [[100, 5.0], [50, 0], [100, 20]], None, None, 3, seed=1)])
     assert (np.diff(at) > 0).all()
     counts = [((at >= a) & (at < b)).sum() for a, b in ((0, 100), (100, 150), (150, 250))]
     assert counts[1] == 0, "a pause"
     assert counts[0] == pytest.approx(500, rel=0.2)
     assert counts[2] == pytest.approx(2000, rel=0.1)
     assert sum(counts) == len(at), "none after the end"
-    assert len(load.arrivals("poisson", [[100, 5.0]], None, 10, 3, seed=1)) == 10, "num_requests is the most"
+    assert len(serving.arrivals("poisson", [[100, 5.0]], None, 10, 3, seed=1)) == 10, "num_requests is the most"
 
 
 def test_a_trace(tmp_path: Path) -> None:
     path = write_tasks(tmp_path / "t", [{"arrival_s": 2, "id": "b"}, {"arrival_s": 0.5, "max_tokens": 3, "other": 1}, "\n"])
-    assert load.trace(path) == [Arrival(0.5, None, 3), Arrival(2.0, "b")]
+    assert serving.trace(path) == [Arrival(0.5, None, 3), Arrival(2.0, "b")]
     with path.open("a") as file:
         file.write('{"arrival_s": 4, "id')  # a run that was killed within a line
-    assert len(load.trace(path)) == 2
+    assert len(serving.trace(path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_a_trace(tmp_path: Path) -> None:
 def test_a_malformed_trace(line: Any, words: list[str], tmp_path: Path) -> None:
     path = write_tasks(tmp_path / "t", [{"arrival_s": 0, "id": "a"}, line])
     with pytest.raises(ValueError, match="line 2") as error:
-        load.trace(path)
+        serving.trace(path)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
 
@@ -115,19 +118,19 @@ def test_a_malformed_trace(line: Any, words: list[str], tmp_path: Path) -> None:
 def test_a_trace_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes('{"arrival_s": 0, "id": "a\u2028b"}\n{"arrival_s": 1, "id": "ü"}\n'.encode())
-    assert [a.id for a in load.trace(path)] == ["a\u2028b", "ü"], "a line ends with a newline only"
+    assert [a.id for a in serving.trace(path)] == ["a\u2028b", "ü"], "a line ends with a newline only"
     path.write_bytes(b'{"arrival_s": 0}\n{"id": "\xfc", "arrival_s": 1}\n')
     with pytest.raises(ValueError, match=r"t, line 2: byte 9 is not UTF-8"):
-        load.trace(path)
+        serving.trace(path)
     path.write_bytes('{"arrival_s": 0}\n{"id": "ü'.encode()[:-1])
-    assert len(load.trace(path)) == 1, "killed within a character"
+    assert len(serving.trace(path)) == 1, "killed within a character"
 
 
 def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path: Path) -> None:
     chosen, params = tasks.load(short_tasks(tmp_path / "t", 2)), SamplingParams(max_tokens=5)
     given = [None, "t0/1", None, None, "t1/1#2", "t0/1#3", None, None, None]
     at = [Arrival(0.0, name) for name in given]
-    names = [request.id for _, request, _ in load.requests(target, chosen, at, params, 0)]
+    names = [request.id for _, request, _ in serving.requests(target, chosen, at, params, 0)]
     assert [name for name, own in zip(names, given, strict=True) if own] == ["t0/1", "t1/1#2", "t0/1#3"]
     assert names == ["t0/1#2", "t0/1", "t0/1#4", "t1/1#3", "t1/1#2", "t0/1#3", "t0/1#5", "t1/1#4", "t0/1#6"]
     assert len(set(names)) == len(names)
@@ -136,7 +139,7 @@ def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path:
 def test_requests_begin_again_under_other_names_and_seeds(target: CausalLM, tmp_path: Path) -> None:
     chosen, params = tasks.load(short_tasks(tmp_path / "t", 3)), SamplingParams(max_tokens=5)
     at = [Arrival(float(i)) for i in range(6)] + [Arrival(6.0, "mine", 2)]
-    got = list(load.requests(target, chosen, at, params, 0))
+    got = list(serving.requests(target, chosen, at, params, 0))
     assert [request.id for _, request, _ in got] == ["t0/1", "t1/1", "t2/1", "t0/1#2", "t1/1#2", "t2/1#2", "mine"]
     assert len({request.seed for _, request, _ in got}) == 7
     assert [task.id for _, _, task in got] == ["t0", "t1", "t2", "t0", "t1", "t2", "t0"]
@@ -301,10 +304,10 @@ def ask(name: str) -> Request:
 
 
 def test_a_request_that_comes_during_a_step_waits_from_then_on() -> None:
-    turns: list[load.Turn] = []
+    turns: list[serving.Turn] = []
     engine: Any = Slow(0.05)
     timed = [(0.0, ask("a")), (0.01, ask("b")), (0.3, ask("c"))]
-    got = {r.id: (arrival_s, added_s) for arrival_s, added_s, r in load.send(engine, timed, lambda t, _: turns.append(t))}
+    got = {r.id: (arrival_s, added_s) for arrival_s, added_s, r in serving.send(engine, timed, lambda t, _: turns.append(t))}
     assert [got[name][0] for name in "abc"] == [0.0, 0.01, 0.3]
     assert 0.05 <= got["b"][1] < 0.1, "given to the engine after the step"
     assert 0.3 <= got["c"][1] < 0.34, "it was idle, so at once"
@@ -328,15 +331,15 @@ def test_it_sleeps_only_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> N
             slept.append(seconds)
         sleep(seconds)
 
-    monkeypatch.setattr(load.time, "sleep", counted)
-    assert len(list(load.send(engine, [(0.0, ask("a")), (0.0, ask("b")), (0.1, ask("c"))]))) == 3
+    monkeypatch.setattr(serving.time, "sleep", counted)
+    assert len(list(serving.send(engine, [(0.0, ask("a")), (0.0, ask("b")), (0.1, ask("c"))]))) == 3
     assert len(slept) == 1
     assert slept[0] == pytest.approx(0.1, abs=0.03)
 
 
 def test_one_at_a_time() -> None:
     engine: Any = Slow(0.01)
-    got = list(load.send(engine, [(5.0, ask("a")), (5.0, ask("b"))], one_at_a_time=True))
+    got = list(serving.send(engine, [(5.0, ask("a")), (5.0, ask("b"))], one_at_a_time=True))
     assert [r.id for _, _, r in got] == ["a", "b"]
     assert all(arrival_s == added_s for arrival_s, added_s, _ in got)
     assert got[1][0] >= 0.02, "when the first was finished"
@@ -344,7 +347,7 @@ def test_one_at_a_time() -> None:
 
 def test_who_stops_listening_leaves_the_engine_empty() -> None:
     engine: Any = Slow(0.0)
-    sent = load.send(engine, [(0.0, ask("a")), (0.0, ask("b"))])
+    sent = serving.send(engine, [(0.0, ask("a")), (0.0, ask("b"))])
     next(sent)
     sent.close()
     assert engine.cleared
@@ -353,7 +356,7 @@ def test_who_stops_listening_leaves_the_engine_empty() -> None:
 def test_warming_up_leaves_nothing_behind(target: CausalLM) -> None:
     proposer = method.build("suffix", target)
     engine = Engine(target, proposer, rejection.build("standard"), 3)
-    load.warm_up(engine)
+    serving.warm_up(engine)
     assert engine.num_running == 0
     assert not engine.waiting
     assert not proposer._cached, "no responses that a request could be drafted from"
@@ -365,14 +368,14 @@ def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Pat
         name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2)
         for name, own in (("none", {}), ("draft_model", {"model": "tiny", "num_speculative_tokens": 2}))
     }
-    records = {name: load.Record() for name in engines}
+    records = {name: serving.Record() for name in engines}
     params = SamplingParams(temperature=0, max_tokens=6)
     pieces = [chosen[:3], chosen[3:]]
     order: list[str] = []
     for name, engine in engines.items():
         monkeypatch.setattr(engine, "step", lambda name=name, step=engine.step: (order.append(name), step())[1])
     before = time.perf_counter()
-    names = [name for name, *_ in load.take_turns(engines, records, pieces, 2.0, params, 0)]
+    names = [name for name, *_ in serving.take_turns(engines, records, pieces, 2.0, params, 0)]
     took = time.perf_counter() - before
     assert sorted(names) == ["draft_model"] * 5 + ["none"] * 5
     assert order[:4] == ["none", "draft_model"] * 2, "step by step"
@@ -405,7 +408,7 @@ def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
     assert {file.name for file in out_dir.iterdir()} == names
     rows, turns = rows_of(out_dir / "requests.jsonl"), rows_of(out_dir / "steps.jsonl")
     summary = json.loads((out_dir / "summary.json").read_text())
-    at = {a.at_s for a in load.arrivals("poisson", [[0.4, 20], [0.4, 60]], None, None, 6, 3)}
+    at = {a.at_s for a in serving.arrivals("poisson", [[0.4, 20], [0.4, 60]], None, None, 6, 3)}
     assert {row["arrival_s"] for row in rows} == at
     assert len(rows) == len({row["id"] for row in rows}) == summary["num_arrivals"] == summary["overall"]["num_requests"]
     assert {"t0/1", "t0/1#2"} <= {row["id"] for row in rows}, "more than the task holds"
@@ -446,14 +449,14 @@ def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
 def test_a_thousand_requests_above_capacity(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is lost, none comes twice, and memory does not grow with what is through."""
     path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
-    resident, add = [], track.Rows.add
+    resident, add = [], records.Rows.add
 
-    def watched(self: track.Rows, row: dict[str, Any]) -> None:
+    def watched(self: records.Rows, row: dict[str, Any]) -> None:
         add(self, row)
         if "arrival_s" in row:
             resident.append(psutil.Process().memory_info().rss / 2**20)
 
-    monkeypatch.setattr(track.Rows, "add", watched)
+    monkeypatch.setattr(records.Rows, "add", watched)
     many = ("num_requests=1000", "request_rate=5000", "max_batch_size=16", "sampling.max_tokens=3", "method=ngram")
     done = cli("load", *TINY, *many, f"task.path={path}", f"out_dir={out_dir}")
     assert done.code == 0, done.err
@@ -472,13 +475,13 @@ def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
     wait_for_lines(out_dir / "requests.jsonl", 20, process)
     process.kill()
     assert ended(process).code == -signal.SIGKILL
-    rows = list(track.rows_in(out_dir / "requests.jsonl"))
+    rows = list(records.rows_in(out_dir / "requests.jsonl"))
     assert 20 <= len(rows) < 2000
     assert len({row["id"] for row in rows}) == len(rows)
-    assert stats.under_load([track.served_of(row) for row in rows])["num_requests"] == len(rows)
-    assert list(track.rows_in(out_dir / "steps.jsonl"))
+    assert stats.under_load([records.served_of(row) for row in rows])["num_requests"] == len(rows)
+    assert list(records.rows_in(out_dir / "steps.jsonl"))
     assert not (out_dir / "summary.json").exists()
-    assert len(load.trace(out_dir / "requests.jsonl")) == len(rows)
+    assert len(serving.trace(out_dir / "requests.jsonl")) == len(rows)
     before = contents(out_dir)
     assert "already holds a run" in cli("load", *what).error
     assert contents(out_dir) == before
@@ -693,14 +696,14 @@ def test_a_verdict_names_what_it_does_not_count() -> None:
 
 def test_outputs_that_differ_are_said(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     path = short_tasks(tmp_path / "tasks.jsonl", 2)
-    add = load.Record.add
+    add = serving.Record.add
 
-    def spoil(self: load.Record, served: Served, request: Request) -> None:
+    def spoil(self: serving.Record, served: Served, request: Request) -> None:
         if request.stats.accepted and max(request.stats.accepted):
             request.output_token_ids = [*request.output_token_ids[:-1], 0]
         add(self, served, request)
 
-    monkeypatch.setattr(load.Record, "add", spoil)
+    monkeypatch.setattr(serving.Record, "add", spoil)
     few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", "runs={own: {method: draft_model, model: tiny}}")
     done = cli("choose", *TINY, f"task.path={path}", *few, f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err

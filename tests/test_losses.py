@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.training import losses
-from specdec.training.losses import HITS, LOSS, OVERLAP, ROWS, Teacher
+from specdec.drafter import losses
+from specdec.drafter.losses import HITS, LOSS, OVERLAP, ROWS, Teacher
 
 NUM_TAUGHT, VOCAB, DRAFT, WIDTH = 40, 29, 17, 12
 MIXES = [

@@ -17,13 +17,14 @@ import torch
 from specdec import method
 from specdec.checkpoint import native
 from specdec.config import CONF, read
-from specdec.core import Context, Draft, Proposer, Request, SamplingParams
-from specdec.drafter import Init
+from specdec.core import Context, Draft, Proposer, Request
+from specdec.drafter.base import Init
 from specdec.llm import SpeculativeConfig
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
 from specdec.method.ngram_gpu import NgramGpu
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))

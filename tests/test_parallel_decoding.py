@@ -21,12 +21,13 @@ from test_cli import EVAL, OFFLINE, Done, call, ended, rows_of
 from test_exact import drafter, tiny_prompts
 from transformers import AutoConfig
 
-from specdec import LLM, SamplingParams, parallel_state, shard
+from specdec import LLM, SamplingParams
 from specdec.core import Context, Policy
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
-from specdec.stats import Totals
-from specdec.target import CausalLM
+from specdec.measure.stats import Totals
+from specdec.model import distributed, tensor_parallel
+from specdec.model.target import CausalLM
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 SIZE = 2
@@ -97,7 +98,7 @@ def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: i
 
 def work(jobs: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    group = parallel_state.join(SIZE, torch.device("cpu"))
+    group = distributed.join(SIZE, torch.device("cpu"))
     told: dict[str, Any] = {"answers": {}, "same": {}, "bytes": {}}
     for model in MODELS:
         target = LLM(model, dtype="float32", device="cpu", tensor_parallel_size=SIZE).target
@@ -270,7 +271,7 @@ def test_one_process_says_how_to_start_more() -> None:
         LLM("tiny-llama", device="cpu", speculative_config=given)
 
 
-class Apart(parallel_state.Processes):
+class Apart(distributed.Processes):
     """One of several processes that keeps its part to itself."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -280,17 +281,19 @@ class Apart(parallel_state.Processes):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", [shard.COLUMNS, shard.GATHERED, shard.ROWS, shard.ROWS_OF_WHOLE])
+@pytest.mark.parametrize(
+    "way", [tensor_parallel.COLUMNS, tensor_parallel.GATHERED, tensor_parallel.ROWS, tensor_parallel.ROWS_OF_WHOLE]
+)
 def test_parts_of_a_layer(way: str, bias: bool) -> None:
     """What three processes make of their parts is what the layer makes of the whole; 13 columns come from 5, 5 and 3."""
     torch.manual_seed(0)
-    size, layer = 3, torch.nn.Linear(6, 13 if way == shard.GATHERED else 12, bias=bias).requires_grad_(False)
+    size, layer = 3, torch.nn.Linear(6, 13 if way == tensor_parallel.GATHERED else 12, bias=bias).requires_grad_(False)
     x, zero = torch.randn(4, 6), torch.zeros(layer.out_features)
-    parts = [shard._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
-    own = x.chunk(size, -1) if way == shard.ROWS else [x] * size
-    if way == shard.COLUMNS:
+    parts = [tensor_parallel._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
+    own = x.chunk(size, -1) if way == tensor_parallel.ROWS else [x] * size
+    if way == tensor_parallel.COLUMNS:
         got = torch.cat([part(x) for part in parts], -1)
-    elif way == shard.GATHERED:
+    elif way == tensor_parallel.GATHERED:
         got = torch.cat([part.part(x) for part in parts], -1)
         assert not got[:, 13:].any()
         got = got[:, :13] + (layer.bias if bias else zero)
@@ -298,21 +301,21 @@ def test_parts_of_a_layer(way: str, bias: bool) -> None:
     else:
         got = sum(part(mine) for part, mine in zip(parts, own, strict=True)) - (size - 1) * (layer.bias if bias else zero)
     torch.testing.assert_close(got, layer(x))
-    if way != shard.GATHERED:
+    if way != tensor_parallel.GATHERED:
         with pytest.raises(ValueError, match=r"tensor_parallel_size=5: the \d+ columns of it are no multiple of it"):
-            shard._part(layer, way, "it", Apart(5, 0))
+            tensor_parallel._part(layer, way, "it", Apart(5, 0))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma2", "phi3", "olmo2", "granite", "cohere"])
 def test_plans_of_architectures(model_type: str) -> None:
     """All dense ones have a plan that is understood; a mixture of experts is refused."""
-    plan = shard.plan_of(AutoConfig.for_model(model_type), 2)
-    assert shard.cuts_heads(plan) == (model_type not in ("phi3", "olmo2"))
+    plan = tensor_parallel.plan_of(AutoConfig.for_model(model_type), 2)
+    assert tensor_parallel.cuts_heads(plan) == (model_type not in ("phi3", "olmo2"))
 
 
 def test_a_mixture_of_experts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model_type 'mixtral': layers of kind .* cannot be cut here"):
-        shard.plan_of(AutoConfig.for_model("mixtral"), 2)
+        tensor_parallel.plan_of(AutoConfig.for_model("mixtral"), 2)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ from laws import (
 from torch import Tensor
 
 from specdec import rejection
-from specdec.core import Draft, SamplingParams, Verdict
+from specdec.core import Draft, Verdict
+from specdec.params import SamplingParams
 from specdec.rejection import build, match, standard, synthetic
 from specdec.sampling import DRAFT, VERIFY, adjust, inverse_cdf, one_hot, probs, uniforms
 

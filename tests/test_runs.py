@@ -27,11 +27,13 @@ import pytest
 from safetensors.torch import load_file
 from test_cli import OFFLINE, call, contents, outputs, rows_of
 
-from specdec import config, hub, lock, method, script, target, track
+from specdec import config, hub, lock, method, script
 from specdec.checkpoint import native
 from specdec.config import CONF
-from specdec.drafter import Init
-from specdec.target import CausalLM
+from specdec.drafter.base import Init
+from specdec.measure import records
+from specdec.model import target
+from specdec.model.target import CausalLM
 
 ROOT = CONF.parent
 FORK = multiprocessing.get_context("fork")
@@ -72,7 +74,7 @@ def test_every_script_is_here() -> None:
 
 
 def lock_of(name: str, out: Path) -> Path:
-    return out / track.LOCK if HYDRA[name][1] == "out_dir" else out.with_name(f".{out.name}.lock")
+    return out / records.LOCK if HYDRA[name][1] == "out_dir" else out.with_name(f".{out.name}.lock")
 
 
 @contextlib.contextmanager
@@ -102,7 +104,7 @@ def test_a_second_process_is_told_who_has_the_directory(name: str, tmp_path: Pat
     out = tmp_path / "new" / "run"
     with held(lock_of(name, out)) as process:
         if name in RESUMES:
-            (out / track.MARKER).write_text("{}")
+            (out / records.MARKER).write_text("{}")
         before = contents(tmp_path)
         for more in ([], ["resume=true"]) if name in RESUMES else ([],):
             error = run(name, *given, *more, f"{key}={out}", cwd=tmp_path).error
@@ -140,7 +142,7 @@ def test_weights_that_changed_under_their_name_are_another_run(tmp_path: Path) -
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     """Nor does one that has ended, of which nothing is left at all."""
-    path = tmp_path / "a" / "b" / track.LOCK
+    path = tmp_path / "a" / "b" / records.LOCK
     with held(path) as process:
         with pytest.raises(ValueError, match="in use by process"):
             lock.acquire(path, "out_dir=x")
@@ -153,7 +155,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "kept").write_text("")
     lock.release()
     assert list((tmp_path / "a" / "b").iterdir()) == [tmp_path / "a" / "b" / "kept"]
-    lock.acquire(tmp_path / "c" / "d" / track.LOCK, "out_dir=x")
+    lock.acquire(tmp_path / "c" / "d" / records.LOCK, "out_dir=x")
     lock.release()
     assert not (tmp_path / "c").exists(), "directories that were made for nothing go"
 
@@ -166,9 +168,9 @@ def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) 
     def child() -> None:
         barrier.wait(30)
         try:
-            track.reserve(out_dir, resume=False)
+            records.reserve(out_dir, resume=False)
             time.sleep(0.05)
-            track.claim(out_dir, False, {"pid": os.getpid()})
+            records.claim(out_dir, False, {"pid": os.getpid()})
             said.put((os.getpid(), None))
             over.wait(30)
         except ValueError as error:
@@ -182,7 +184,7 @@ def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) 
     for process in children:
         process.join(30)
     (winner,) = [pid for pid, error in answers if error is None]
-    assert json.loads((out_dir / track.MARKER).read_text()) == {"pid": winner}
+    assert json.loads((out_dir / records.MARKER).read_text()) == {"pid": winner}
     assert all(f"in use by process {winner} on" in error for pid, error in answers if pid != winner)
 
 
@@ -196,11 +198,11 @@ def test_a_file_system_without_locks_is_named(
         raise error
 
     monkeypatch.setattr(lock.FileLock, "acquire", refuse)
-    track.claim(tmp_path / "run", False, {})
+    records.claim(tmp_path / "run", False, {})
     lock.release()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"note: {tmp_path / 'run'}: no locks on this file system; start no second process there"
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [track.MARKER]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [records.MARKER]
 
 
 def test_a_file_system_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,14 +211,14 @@ def test_a_file_system_that_is_read_only_is_named(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(lock.FileLock, "acquire", refuse)
     error = run("eval/run", *FEW, f"out_dir={tmp_path / 'run'}", cwd=tmp_path).error
-    assert error == f"error: {tmp_path / 'run' / track.LOCK}: Read-only file system"
+    assert error == f"error: {tmp_path / 'run' / records.LOCK}: Read-only file system"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_ranks_leave_the_directory_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with held(tmp_path / "run" / track.LOCK):
-        track.reserve(tmp_path / "run", resume=False)
+    with held(tmp_path / "run" / records.LOCK):
+        records.reserve(tmp_path / "run", resume=False)
 
 
 def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -337,7 +339,7 @@ def test_a_run_under_load_ends_with_the_code_of_its_signal(
         raise error
         yield
 
-    monkeypatch.setattr("specdec.load.send", stopped)
+    monkeypatch.setattr("specdec.measure.serving.send", stopped)
     done = run("eval/load", "model=tiny", "limit=1", f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert (done.code, done.err.splitlines()[-1]) == (code, "interrupted before any request had finished")
 
@@ -373,7 +375,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         f"error: {out_dir / 'requests.jsonl'}: File too large; what had finished is kept in {out_dir}, and resume=true goes on "
         "with the rest"
     )
-    kept = list(track.rows_in(out_dir / "requests.jsonl"))
+    kept = list(records.rows_in(out_dir / "requests.jsonl"))
     assert 0 < len(kept) < 8
     assert run("eval/run", *given, f"out_dir={out_dir}", "resume=true", cwd=tmp_path).code == 0
     assert rows_of(out_dir / "requests.jsonl")[: len(kept)] == kept
@@ -405,7 +407,7 @@ def test_no_room_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "write_text", full)
     error = run("eval/run", *FEW, f"out_dir={tmp_path / 'run'}", cwd=tmp_path).error
-    assert error == f"error: {tmp_path / 'run' / track.LOCK}: No space left on device; make room"
+    assert error == f"error: {tmp_path / 'run' / records.LOCK}: No space left on device; make room"
 
 
 @EVERY
@@ -516,7 +518,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pyt
     assert run("eval/run", *FEW, *WANDB, f"out_dir={tmp_path / 'other'}", cwd=tmp_path).code == 0
     first, second, other = inits
     assert (first["id"], first["resume"]) == (second["id"], second["resume"]) == (inits[0]["id"], "allow")
-    assert json.loads((tmp_path / "run" / track.WANDB_ID).read_text()) == {"id": first["id"]}
+    assert json.loads((tmp_path / "run" / records.WANDB_ID).read_text()) == {"id": first["id"]}
     assert other["id"] != first["id"]
 
 

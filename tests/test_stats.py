@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec import cost, report, stats, track
 from specdec.core import RequestStats
 from specdec.engine import Clock
-from specdec.target import CausalLM
+from specdec.measure import records, report, stats
+from specdec.model.target import CausalLM
+from specdec.policy import cost
 
 VECTORS = Path(__file__).parent / "vectors" / "verification.json"
 SPEEDUP_CASES = json.loads(VECTORS.read_text())["speedup_cases"]
@@ -287,7 +288,7 @@ def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> No
     statistics = {field.name: [] if field.default_factory is list else 0.0 for field in dataclasses.fields(RequestStats)}
     row = {"id": "a", "category": "b", "num_prompt_tokens": 1, "output_token_ids": [1], "sampling": {}} | statistics
     report.check_rows([row], tmp_path / "requests.jsonl")
-    assert track.stats_of(row) == RequestStats()
+    assert records.stats_of(row) == RequestStats()
     for key in statistics:
         with pytest.raises(ValueError, match=rf"requests.jsonl, line 1: {key}.*move the file away"):
             report.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.core import Context, Request, SamplingParams
+from specdec.core import Context, Request
 from specdec.method import suffix
 from specdec.method.suffix import NONE, ROOT, ReferenceTree, Suffix, SuffixTree, measure, warm_up
+from specdec.params import SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())["suffix_path"]
 ARCTIC = json.loads((Path(__file__).parent / "vectors" / "suffix_arctic.json").read_text())  # what the real one answered

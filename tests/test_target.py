@@ -15,13 +15,14 @@ from transformers import AutoConfig, masking_utils
 
 from specdec import hub, method, rejection
 from specdec.checkpoint import causal_lm
-from specdec.contract import Probe
-from specdec.core import Request, SamplingParams
-from specdec.drafter import Init
+from specdec.core import Request
+from specdec.drafter.base import Init
 from specdec.engine import Engine
-from specdec.kv import SlotCache, UnsupportedModel
-from specdec.linear import PackedLinear, can_pack
-from specdec.target import CausalLM
+from specdec.model.contract import Probe
+from specdec.model.kv import SlotCache, UnsupportedModel
+from specdec.model.packed_linear import PackedLinear, can_pack
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 from specdec.training.data import Sample
 from specdec.training.features import Online
 
@@ -280,8 +281,8 @@ def test_what_attention_does_beside_the_interface_is_found(
     """Whatever makes other logits over the slot cache than transformers' own attention."""
     from transformers import AttentionInterface
 
-    from specdec import contract
-    from specdec.kv import slot_attention
+    from specdec.model import contract
+    from specdec.model.kv import slot_attention
 
     def broken(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
         def attention(q: Any, k: Any, v: Any, **rest: Any) -> Any:

@@ -28,17 +28,21 @@ from safetensors.torch import load_file, save_file
 from test_cli import OFFLINE, Cli, Done, call, contents, ended, rows_of
 from torch import Tensor
 
-from specdec import config, method, rejection, stats
+from specdec import config, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
-from specdec.core import Request, SamplingParams
-from specdec.drafter import Init
+from specdec.core import Request
+from specdec.drafter import unroll
+from specdec.drafter.base import Init
+from specdec.drafter.batch import Batch
 from specdec.engine import Engine
-from specdec.target import CausalLM
-from specdec.training import data, loop, unroll
+from specdec.measure import stats
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
+from specdec.training import data, loop
 from specdec.training.data import Sample
-from specdec.training.features import Batch, Online
+from specdec.training.features import Online
 from specdec.training.loop import Settings, fit
 
 TRAIN, EVAL = CONF.parent / "train", CONF.parent / "eval"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.training import unroll
+from specdec.drafter import unroll
 
 # --------------------------------------------------------------------------------------------------- plan
 

@@ -27,13 +27,15 @@ from test_methods import context
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specdec import hub, method, rejection, sampling, tasks
-from specdec.core import Draft, Request, SamplingParams
+from specdec import hub, method, rejection, sampling
+from specdec.core import Draft, Request
+from specdec.drafter.shared_vocab import BYTES, Shared, Spelling, meanings, shared, spelling_of
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
+from specdec.measure import tasks
 from specdec.method.draft_model import DraftModel
-from specdec.target import CausalLM
-from specdec.vocabulary import BYTES, Shared, Spelling, meanings, shared, spelling_of
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 VECTOR = vectors()["hetero_vocab_cases"][0]
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -25,9 +25,9 @@ with script.one_line():
     import torch
     from torch import Tensor
 
-    from specdec.drafter import Init, Objective
+    from specdec.drafter.base import Init, Objective
     from specdec.method.eagle3 import Eagle3
-    from specdec.target import CausalLM
+    from specdec.model.target import CausalLM
     from specdec.training import data, features
     from specdec.training.data import Sample
 

@@ -21,9 +21,10 @@ def run(cfg: dict[str, Any]) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
     import torch
 
-    from specdec import config, hub, report, track
+    from specdec import config, hub
+    from specdec.measure import records, report
     from specdec.method.eagle3 import Architecture
-    from specdec.target import CausalLM
+    from specdec.model.target import CausalLM
     from specdec.training import data, features
 
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
@@ -32,7 +33,7 @@ def run(cfg: dict[str, Any]) -> None:
     if cfg["layout"] not in ("shards", "vllm"):
         raise ValueError(f"layout={cfg['layout']!r}: use shards or vllm")
     if not cfg["dry_run"]:
-        track.reserve(out_dir, cfg["resume"])
+        records.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
     loaded = data.load_group(cfg["data"], target)
@@ -51,7 +52,7 @@ def run(cfg: dict[str, Any]) -> None:
     identity = features.identity(target, source.layers, model["revision"])
     own = {"data": data.fingerprint(loaded.samples), "layer_ids": list(source.layers)}
     own["target_weights"] = hub.weights_digest(target.path)
-    track.claim(out_dir, cfg["resume"], own)
+    records.claim(out_dir, cfg["resume"], own)
     config.save(cfg, out_dir / "config.yaml")
     writer = features.Writer(
         out_dir, identity, 0 if cfg["layout"] == "vllm" else cfg["shard_mb"] << 20, cfg["layout"] == "vllm"

@@ -15,7 +15,7 @@ from specdec import script
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
-    from specdec import recipe
+    from specdec.training import recipe
 
     return recipe.run(cfg, ("mlp",))
 

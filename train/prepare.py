@@ -29,10 +29,11 @@ OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "opening
 def run(cfg: dict[str, Any]) -> None:
     import torch
 
-    from specdec import __version__, config, hub, method, rejection, report, tasks
-    from specdec.core import SamplingParams
+    from specdec import __version__, config, hub, method, rejection
     from specdec.engine import Engine
-    from specdec.target import CausalLM
+    from specdec.measure import report, tasks
+    from specdec.model.target import CausalLM
+    from specdec.params import SamplingParams
 
     out, model, answers = Path(cfg["out"]), cfg["model"], cfg["answers"]
     # everything that a typo can break comes before the weights
@@ -103,7 +104,7 @@ def run(cfg: dict[str, Any]) -> None:
 
 def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
     """A file of rows under a header: a new one, or one of ours that was begun with the same header. No other is touched."""
-    from specdec import track
+    from specdec.measure import records
 
     if path.exists():
         if not resume:
@@ -117,7 +118,7 @@ def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
             raise ValueError(f"resume=true, but {path} is not of this script; give another out=")
         if before is not None and before != json.loads(json.dumps(header)):
             raise ValueError(f"resume=true, but {path} was begun with other settings; use the same, or another out=")
-    rows = track.Rows(path)
+    rows = records.Rows(path)
     if not rows.rows:
         rows.add({"header": header})
     return rows
@@ -130,8 +131,9 @@ def template_text(template: Any) -> str:
 
 def fits(engine: Any, task: Any) -> bool:
     """Whether the first turn leaves room for an answer; if not, says so."""
-    from specdec import tasks
-    from specdec.core import Request, SamplingParams
+    from specdec.core import Request
+    from specdec.measure import tasks
+    from specdec.params import SamplingParams
 
     try:
         ids = tasks.first_prompt_ids(engine.target.tokenizer, task)
@@ -170,7 +172,7 @@ def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
 
 def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
     """The user turns of a prompt set, a system message in front of them, and the tools that may be called."""
-    from specdec import tasks
+    from specdec.measure import tasks
     from specdec.training import data
 
     if not path.is_file():
@@ -205,7 +207,7 @@ def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
 
 def invented(cfg: dict[str, Any], **more: Any) -> Any:
     """How user turns are sampled that the target makes up."""
-    from specdec.core import SamplingParams
+    from specdec.params import SamplingParams
 
     given = cfg["synthesize"]
     return SamplingParams(**{key: given[key] for key in ("temperature", "top_p", "top_k", "max_tokens")}, **more)
@@ -243,9 +245,10 @@ def openings_of(path: Path) -> list[dict[str, Any]]:
 
 def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[str, Any]]) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
-    from specdec import hub, report
+    from specdec import hub
     from specdec.core import Request
     from specdec.llm import derived_seed
+    from specdec.measure import report
     from specdec.training import data
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer

@@ -53,10 +53,11 @@ def run(cfg: dict[str, Any]) -> None:
         raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
     measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
 
-    from specdec import checkpoint, method, report
+    from specdec import checkpoint, method
     from specdec.checkpoint import causal_lm, native
-    from specdec.core import writing
-    from specdec.target import CausalLM, choose_dtype
+    from specdec.files import writing
+    from specdec.measure import report
+    from specdec.model.target import CausalLM, choose_dtype
 
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
     kind = method.of_checkpoint(source)
@@ -136,8 +137,8 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
     """Show what the engines would make of a directory; whether the engine, or any of them, would load it."""
     from rich.table import Table
 
-    from specdec import report
     from specdec.checkpoint import lint
+    from specdec.measure import report
 
     findings = lint.check(directory, target)
     verdict = lint.loads(findings)
@@ -161,7 +162,7 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
 def evaluated(directory: Path) -> dict[str, Any]:
     """The numbers of an eval/run.py."""
     what = "give the out_dir of an eval/run.py that has finished"
-    from specdec import report
+    from specdec.measure import report
 
     summary = report.read_summary(directory, what)
     overall = summary["overall"]
@@ -201,10 +202,10 @@ def trained(source: Path) -> dict[str, Any] | None:
     out_dir = source.parent.parent
     if not (out_dir / "metrics.jsonl").exists() or not (source / "provenance.json").exists():
         return None
-    from specdec import report, track
+    from specdec.measure import records, report
 
     told = provenance_in(source)
-    rows = track.rows_in(out_dir / "metrics.jsonl")
+    rows = records.rows_in(out_dir / "metrics.jsonl")
     row = next((row for row in rows if row.get("step") == told.get("step") and "mean_acceptance_length" in row), None)
     if row is None:
         return None
@@ -229,7 +230,7 @@ def provenance_of(source: Path, given: str) -> dict[str, Any]:
 
 def provenance_in(source: Path) -> dict[str, Any]:
     """What a checkpoint says of where it comes from; nothing where it says nothing."""
-    from specdec.core import read_json_object
+    from specdec.files import read_json_object
 
     path, fix = source / "provenance.json", "the checkpoint is not whole"
     told = read_json_object(path, fix) if path.exists() else {}
@@ -253,9 +254,9 @@ def public(value: Any) -> Any:
 
 def target_name(made: Any, cfg: dict[str, Any]) -> str:
     """What people call the target."""
-    from specdec.checkpoint import foreign
+    from specdec.checkpoint import hf_common
 
-    return cfg["serve_target"] or foreign.public_name(made) or "TARGET"
+    return cfg["serve_target"] or hf_common.public_name(made) or "TARGET"
 
 
 def served(made: Any, cfg: dict[str, Any], here: bool) -> str:
@@ -278,11 +279,11 @@ def served(made: Any, cfg: dict[str, Any], here: bool) -> str:
 def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any], before: dict[str, Any], source: Path) -> int:
     """How many tokens to draft, the same in every format: as given, as measured, as in training, as an imported drafter says,
     or as is usual. Raises ValueError for more than the drafter can."""
-    from specdec.checkpoint import foreign, speculators
+    from specdec.checkpoint import hf_common, speculators
 
     keys = {"mlp": "n_predict", "pard": "num_depths", "peagle": "num_depths", "mtp": "num_modules"}
     key = keys.get(made.method, "")
-    most = foreign.integer(made.config, key, made.name) if made.config.get(key) is not None else None
+    most = hf_common.integer(made.config, key, made.name) if made.config.get(key) is not None else None
     if key == "num_modules" and most == 1:  # used again for every token
         most = None
     given = cfg["num_speculative_tokens"]
@@ -430,7 +431,7 @@ def push(directory: Path, repository: str, private: bool) -> str:
     """Upload a directory, making the repository if there is none; returns its address."""
     from huggingface_hub import HfApi
 
-    from specdec.core import first_line
+    from specdec.checked import first_line
 
     try:
         api = HfApi()

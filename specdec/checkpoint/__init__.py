@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec.checkpoint.native import Checkpoint
-    from specdec.target import CausalLM
+    from specdec.model.target import CausalLM
 
 # A format is a module with recognises(config, names of tensors), read(directory, config), write(checkpoint, directory, engine,
 # target, served, count), and WRITES: the engines that load it, for each method that it holds. The first that recognises a
@@ -25,10 +25,10 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
 
     Raises ValueError, one line, for what is not one, not whole, or would need code or pickles to be read.
     """
-    from specdec.checkpoint import causal_lm, foreign, native
+    from specdec.checkpoint import causal_lm, hf_common, native
 
     directory = native.find(path, revision)
-    config = foreign.read_config(directory)
+    config = hf_common.read_config(directory)
     if config.get("format") == native.FORMAT:
         return native.load(directory)
     module = format_of(directory, config)
@@ -40,9 +40,9 @@ def load(path: str | Path, revision: str | None = None) -> Checkpoint:
 
 def format_of(directory: Path, config: dict[str, Any]) -> Any:
     """The module of a directory's format. Raises ValueError if there is none."""
-    from specdec.checkpoint import foreign
+    from specdec.checkpoint import hf_common
 
-    names = set(foreign.shapes_of(directory))
+    names = set(hf_common.shapes_of(directory))
     for name in FORMATS:
         module = importlib.import_module(f"specdec.checkpoint.{name}")
         if module.recognises(config, names):
@@ -88,10 +88,10 @@ def write(
 def method_of(path: str | Path, revision: str | None = None) -> str:
     """The method that decodes with what is in a directory: of a drafter in any known format, or `draft_model` or `pard` of a
     causal LM."""
-    from specdec.checkpoint import causal_lm, foreign, mtp, native
+    from specdec.checkpoint import causal_lm, hf_common, mtp, native
 
     directory = native.find(path, revision)
-    config = foreign.read_config(directory)
+    config = hf_common.read_config(directory)
     if config.get("format") == native.FORMAT:
         return str(config.get("method"))
     module = format_of(directory, config)

@@ -19,12 +19,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec import hub
+from specdec.checked import first_line
 from specdec.checkpoint import native
-from specdec.checkpoint.foreign import DEEPEST, OURS
+from specdec.checkpoint.hf_common import DEEPEST, OURS
 from specdec.checkpoint.native import Checkpoint
-from specdec.contract import layers_of
-from specdec.core import first_line, read_json_object
-from specdec.target import check_contract, load_weights
+from specdec.files import read_json_object
+from specdec.model.contract import layers_of
+from specdec.model.target import check_contract, load_weights
 
 # what transformers says of every config, and where a model was read from
 CLUTTER = {

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from specdec import checkpoint, hub
-from specdec.checkpoint import causal_lm, foreign, mlp_speculator, mtp, native, raw_eagle, raw_eagle3
-from specdec.core import first_line, nearest, read_json_object
+from specdec.checked import first_line, nearest
+from specdec.checkpoint import causal_lm, hf_common, mlp_speculator, mtp, native, raw_eagle, raw_eagle3
+from specdec.files import read_json_object
 
 ENGINES = {
     "vllm": "vLLM 0.32, 0.33",
@@ -52,7 +53,7 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
     seen = _Seen()
     engines, tensors = EVERY, {}
     try:
-        config = foreign.read_config(directory)
+        config = hf_common.read_config(directory)
         if config.get("format") == native.FORMAT:
             seen.error(
                 EVERY, "format", "a native checkpoint, which specdec alone loads; export it: train/share.py checkpoint=DIR"
@@ -61,7 +62,7 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
         kind = checkpoint.format_of(directory, config).__name__.rpartition(".")[2]
         engines = EVERY if kind == "mlp_speculator" else TODAY
         # of a target with modules, only the modules are looked at
-        tensors = mtp.held(directory, config) if kind == "mtp" else foreign.read_tensors(directory)
+        tensors = mtp.held(directory, config) if kind == "mtp" else hf_common.read_tensors(directory)
         _weights(seen, config, tensors)
         tensors = {key: t.float() if t.is_floating_point() and t.itemsize == 1 else t for key, t in tensors.items()}
         rules: dict[str, Any] = {
@@ -143,7 +144,7 @@ class _Target:
         if self.directory is None or not list(self.directory.glob("*.safetensors")):
             return None
         try:
-            for path in foreign.files(self.directory):
+            for path in hf_common.files(self.directory):
                 with safe_open(path, "pt") as opened:
                     for name in opened.keys():  # noqa: SIM118
                         if name.endswith("embed_tokens.weight"):
@@ -190,15 +191,15 @@ def _layer(seen: _Seen, layer: dict[str, Any], theirs: _Target) -> dict[str, Any
         seen.warn(TODAY, "rope", "no rope_theta or rope_parameters: 10000 is taken; write what it was trained with")
     if theirs.vocab_size not in (None, layer.get("vocab_size")):
         seen.error(TODAY, "vocabulary", f"vocab_size is {layer.get('vocab_size')}, and the target's is {theirs.vocab_size}")
-    return foreign.geometry_of(layer, "config.json")
+    return hf_common.geometry_of(layer, "config.json")
 
 
 def depth_of(layer: dict[str, Any]) -> int:
-    return foreign.integer(layer, "num_hidden_layers", "config.json", 1, most=foreign.DEEPEST)
+    return hf_common.integer(layer, "num_hidden_layers", "config.json", 1, most=hf_common.DEEPEST)
 
 
 def _names(
-    seen: _Seen, tensors: dict[str, Tensor], table: foreign.Shapes, engines: tuple[str, ...], whole_names: bool = False
+    seen: _Seen, tensors: dict[str, Tensor], table: hf_common.Shapes, engines: tuple[str, ...], whole_names: bool = False
 ) -> None:
     """Names and shapes against a table. vLLM raises for an unknown name, SGLang passes over it; what is missing stays random in
     all of them. whole_names: they have the prefix `model.` that a drafter's must not have."""
@@ -237,7 +238,7 @@ def _embedding(seen: _Seen, tensors: dict[str, Tensor], hidden: int, vocab: int,
     if own is None:
         text = "embed_tokens.weight is there, and cannot be compared; give target=, or leave it out if it was not trained"
         seen.warn(TODAY, "embedding", text)
-    elif own.shape != rows.shape or foreign.gap(own, rows) > 0.01:
+    elif own.shape != rows.shape or hf_common.gap(own, rows) > 0.01:
         text = "embed_tokens.weight is not the target's; right only if it was trained, or holds the target's scale (Gemma)"
         seen.warn(("vllm", "speculators"), "embedding", text)
         seen.error("sglang", "embedding", "embed_tokens.weight is not the target's, by which SGLang replaces it")
@@ -267,7 +268,7 @@ def _vocabulary(seen: _Seen, tensors: dict[str, Tensor], draft: int, vocab: int,
         seen.error(engines, "d2t", f"d2t is {list(tensors['d2t'].shape)}, and draft_vocab_size={draft} asks for {[draft]}")
         return
     try:
-        foreign.check_vocabulary({"d2t": tensors["d2t"]}, vocab, "d2t")
+        hf_common.check_vocabulary({"d2t": tensors["d2t"]}, vocab, "d2t")
     except ValueError as error:
         seen.error(engines, "d2t", str(error).removeprefix("d2t: "))
         return
@@ -275,7 +276,7 @@ def _vocabulary(seen: _Seen, tensors: dict[str, Tensor], draft: int, vocab: int,
         seen.error(engines, "t2d", f"t2d is {list(tensors['t2d'].shape)}, and the target has {vocab} tokens; write {[vocab]}")
     elif "t2d" in tensors:
         try:
-            foreign.check_vocabulary({key: tensors[key] for key in ("d2t", "t2d")}, vocab, "t2d")
+            hf_common.check_vocabulary({key: tensors[key] for key in ("d2t", "t2d")}, vocab, "t2d")
         except ValueError as error:
             passed = [engine for engine in engines if engine != "speculators"]
             seen.error([e for e in engines if e == "speculators"], "t2d", str(error).removeprefix("t2d: "))
@@ -577,8 +578,8 @@ def _mlp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
     seen.error("vllm", "format", text)
     seen.error(("sglang", "speculators"), "format", "there is no MLP speculator")
     old = ("vllm_0_32",)
-    hidden, vocab = (foreign.integer(config, key, "config.json") for key in ("emb_dim", "vocab_size"))
-    heads = foreign.integer(config, "n_predict", "config.json", most=foreign.DEEPEST)
+    hidden, vocab = (hf_common.integer(config, key, "config.json") for key in ("emb_dim", "vocab_size"))
+    heads = hf_common.integer(config, "n_predict", "config.json", most=hf_common.DEEPEST)
     if theirs.hidden_size not in (None, hidden):
         seen.error(old, "hidden_size", f"emb_dim is {hidden}, and the target's width is {theirs.hidden_size}")
     if theirs.vocab_size not in (None, vocab):
@@ -629,7 +630,7 @@ def _mtp(seen: _Seen, config: dict[str, Any], tensors: dict[str, Tensor], theirs
             tensors = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
             table = {name: shape for name, shape in table.items() if ".mlp.experts." not in name}
         _names(seen, tensors, {name: table[name] for name in table if name in tensors or name not in optional}, both, True)
-    told = (config.get(foreign.OURS) or {}).get("mtp", {})
+    told = (config.get(hf_common.OURS) or {}).get("mtp", {})
     zero = not kind.startswith(("qwen3_next", "qwen3_5"))
     for name, value in (("last_hidden_kind", "post_norm"), ("hidden_feedback", "own"), ("zero_first_embedding", zero)):
         if told.get(name, value) != value:

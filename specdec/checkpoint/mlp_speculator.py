@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.checkpoint import foreign
-from specdec.checkpoint.foreign import Shapes
+from specdec.checkpoint import hf_common
+from specdec.checkpoint.hf_common import Shapes
 from specdec.checkpoint.native import Checkpoint
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 WRITES = {"mlp": ("vllm",)}
 PREFIX = "speculator."
@@ -55,9 +55,12 @@ def shapes(config: dict[str, Any], hidden: int) -> Shapes:
 
 def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     name = str(directory)
-    foreign.refuse_options(config, KNOWN, name)
-    hidden = foreign.integer(config, "emb_dim", name)
-    vocab, heads = foreign.integer(config, "vocab_size", name), foreign.integer(config, "n_predict", name, most=foreign.DEEPEST)
+    hf_common.refuse_options(config, KNOWN, name)
+    hidden = hf_common.integer(config, "emb_dim", name)
+    vocab, heads = (
+        hf_common.integer(config, "vocab_size", name),
+        hf_common.integer(config, "n_predict", name, most=hf_common.DEEPEST),
+    )
     own: dict[str, Any] = {
         "n_predict": heads,
         "inner_dim": config.get("inner_dim") or hidden,
@@ -67,11 +70,11 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
         "own_lm_head": True,
         "draft_vocab_size": vocab,
     }
-    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in foreign.read_tensors(directory).items()}
+    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in hf_common.read_tensors(directory).items()}
     if own["tie_weights"]:
         drop_copies(tensors, heads, name)
-    foreign.matched(tensors, shapes(own, hidden), name)
-    facts = foreign.facts_of(config | {"hidden_size": hidden}, name)
+    hf_common.matched(tensors, shapes(own, hidden), name)
+    facts = hf_common.facts_of(config | {"hidden_size": hidden}, name)
     return Checkpoint("mlp", own, facts, tensors, name)
 
 
@@ -94,7 +97,7 @@ def write(
     count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
     if own["draft_vocab_size"] != vocab:
         raise ValueError(
             f"{checkpoint.name} drafts {own['draft_vocab_size']} of {vocab} tokens, and its format here has no d2t; "
@@ -107,7 +110,7 @@ def write(
         if target is None:
             raise ValueError(f"{checkpoint.name} shares its target's {kind}, which the format holds; give target= to write it")
         key = "embed_tokens.weight" if kind == "emb" else "lm_head.weight"
-        rows = foreign.copies(checkpoint, target, key)[key]
+        rows = hf_common.copies(checkpoint, target, key)[key]
         tensors |= {f"{kind}.{i}.weight": rows.clone() for i in range(copies)}
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -123,4 +126,4 @@ def write(
     }
     if target is not None:  # without it vLLM takes 2048 for the drafter (vllm#6294)
         config["max_position_embeddings"] = target.max_model_len
-    foreign.write_directory(directory, config, {PREFIX + key: tensor for key, tensor in tensors.items()}, checkpoint)
+    hf_common.write_directory(directory, config, {PREFIX + key: tensor for key, tensor in tensors.items()}, checkpoint)

@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec.checkpoint import causal_lm, foreign, native
+from specdec.checked import first_line
+from specdec.checkpoint import causal_lm, hf_common, native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import first_line
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 WRITES = {"mtp": ("vllm", "sglang")}
 SHARD = "mtp.safetensors"
@@ -86,7 +86,7 @@ def kind_of_layer(text: Any) -> int:
     return full[-1] if full else text.num_hidden_layers - 1
 
 
-def shapes(config: dict[str, Any], count: int) -> tuple[foreign.Shapes, set[str]]:
+def shapes(config: dict[str, Any], count: int) -> tuple[hf_common.Shapes, set[str]]:
     """Name and shape of every tensor of so many modules of a target, experts one by one, and the names that may be absent:
     copies of the target's. Raises ValueError where that cannot be told."""
     if config.get("quantization_config") or _text(config).get("quantization_config"):
@@ -110,8 +110,8 @@ def shapes(config: dict[str, Any], count: int) -> tuple[foreign.Shapes, set[str]
 def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
     """The modules of a target's directory as a drafter for it. Raises ValueError, one line, where there are none, or where they
     are not whole."""
-    config = foreign.read_config(directory) if config is None else config
-    text, names = _text(config), set(foreign.shapes_of(directory)) if list(directory.glob("*.safetensors")) else set()
+    config = hf_common.read_config(directory) if config is None else config
+    text, names = _text(config), set(hf_common.shapes_of(directory)) if list(directory.glob("*.safetensors")) else set()
     prefixes = _modules(config, names)
     told = text.get("num_nextn_predict_layers") or text.get("mtp_num_hidden_layers") or 0
     if not prefixes:
@@ -149,7 +149,7 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
         "last_hidden_kind": "post_norm",
         "hidden_feedback": "own",
         "zero_first_embedding": not qwen,
-    } | (config.get(foreign.OURS) or {}).get("mtp", {})
+    } | (config.get(hf_common.OURS) or {}).get("mtp", {})
     target = {"name": str(directory), "model_type": text.get("model_type", config.get("model_type"))}
     target |= {key: text[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in text}
     conventions |= {"own_lm_head": head is not None, "draft_vocab_size": text["vocab_size"]}
@@ -159,14 +159,14 @@ def read(directory: Path, config: dict[str, Any] | None = None) -> Checkpoint:
 
 def held(directory: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     """The modules' tensors under their own names, whole or not."""
-    prefixes = traces(config, set(foreign.shapes_of(directory)))
+    prefixes = traces(config, set(hf_common.shapes_of(directory)))
     return {f"{prefix}{name}": tensor for prefix in prefixes for name, tensor in _tensors(directory, prefix).items()}
 
 
 def _tensors(directory: Path, prefix: str) -> dict[str, Tensor]:
     """Everything under a prefix, without it."""
     found = {}
-    for path in foreign.files(directory):
+    for path in hf_common.files(directory):
         try:
             with safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
@@ -267,7 +267,7 @@ def write(
             f"{checkpoint.name}: a target's own modules draft over its whole vocabulary, and these over "
             f"{checkpoint.config['draft_vocab_size']} tokens; train them with train.drafter.draft_vocab_size=null"
         )
-    config = foreign.read_config(target.path)
+    config = hf_common.read_config(target.path)
     text, qwen, count = _text(config), _naming(target.config.model_type) == "qwen", checkpoint.config["num_modules"]
     if qwen and count > 1:
         raise ValueError(f"{checkpoint.name}: {count} modules, and Qwen3-Next's naming has one; train num_modules=1")
@@ -283,16 +283,16 @@ def write(
         tensors[("mtp." if qwen else f"model.layers.{first + int(i)}.") + _theirs(rest, qwen)] = tensor
     text[count_of(config)[0]] = count
     ours = {key: checkpoint.config[key] for key in ("last_hidden_kind", "hidden_feedback", "zero_first_embedding")}
-    config[foreign.OURS] = (config.get(foreign.OURS) or {}) | {"mtp": ours}
+    config[hf_common.OURS] = (config.get(hf_common.OURS) or {}) | {"mtp": ours}
     _copy(target.path, directory, config, tensors)
 
 
 def _copy(source: Path, directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """The files of a target, without the modules that they hold, and a shard of new ones with an index over all."""
-    old = tuple(_modules(foreign.read_config(source), set(foreign.shapes_of(source))).values())
+    old = tuple(_modules(hf_common.read_config(source), set(hf_common.shapes_of(source))).values())
     placed: dict[str, str] = {}
     size = 0
-    for path in foreign.files(source):
+    for path in hf_common.files(source):
         with safe_open(path, "pt") as opened:
             names = list(opened.keys())
             kept = [name for name in names if not name.startswith(old)] if old else names
@@ -305,9 +305,9 @@ def _copy(source: Path, directory: Path, config: dict[str, Any], tensors: dict[s
     native.write_weights(directory / SHARD, tensors)
     placed |= dict.fromkeys(tensors, SHARD)
     for path in source.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != foreign.INDEX:
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name != hf_common.INDEX:
             shutil.copyfile(path, directory / path.name)
     size += (directory / SHARD).stat().st_size
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(placed.items()))}
-    (directory / foreign.INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (directory / hf_common.INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import __version__, hub
-from specdec.core import apply_umask, first_line, nearest, read_json, short_repr
-from specdec.target import CausalLM, is_finite
+from specdec.checked import first_line, nearest, short_repr
+from specdec.files import apply_umask, read_json
+from specdec.model.target import CausalLM, is_finite
 
 FORMAT = "specdec-drafter"
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from specdec.checkpoint import foreign
-from specdec.checkpoint.foreign import Shapes
+from specdec.checkpoint import hf_common
+from specdec.checkpoint.hf_common import Shapes
 from specdec.checkpoint.native import Checkpoint
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 WRITES = {"eagle": ("vllm", "sglang")}
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -43,28 +43,28 @@ def unwrapped(config: dict[str, Any]) -> dict[str, Any]:
 
 def shapes(geometry: dict[str, Any], hidden: int) -> Shapes:
     """Name and shape of every tensor of a native EAGLE-1 drafter, but for an output layer."""
-    return {"fc.weight": (hidden, 2 * hidden)} | foreign.layer_shapes(
+    return {"fc.weight": (hidden, 2 * hidden)} | hf_common.layer_shapes(
         "layers.0", geometry, hidden, hidden, ("post_attention_layernorm",)
     )
 
 
 def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     name, config = str(directory), unwrapped(config)
-    foreign.refuse_options(config, set(), name)
-    if (num_layers := foreign.integer(config, "num_hidden_layers", name, 1, most=foreign.DEEPEST)) != 1:
+    hf_common.refuse_options(config, set(), name)
+    if (num_layers := hf_common.integer(config, "num_hidden_layers", name, 1, most=hf_common.DEEPEST)) != 1:
         raise ValueError(f"{name}: num_hidden_layers={num_layers} cannot be represented; EAGLE-1 has one layer here")
-    hidden, vocab = foreign.integer(config, "hidden_size", name), foreign.integer(config, "vocab_size", name)
-    tensors = foreign.read_tensors(directory)
+    hidden, vocab = hf_common.integer(config, "hidden_size", name), hf_common.integer(config, "vocab_size", name)
+    tensors = hf_common.read_tensors(directory)
     bias = tensors.pop("fc.bias", None)
     if bias is not None and bias.any():
         raise ValueError(f"{name}: fc.bias of up to {bias.abs().max():.3g} cannot be represented; vLLM drops it too")
-    geometry, copies = foreign.geometry_of(config, name), foreign.copies_in(config, tensors, hidden, vocab, name)
+    geometry, copies = hf_common.geometry_of(config, name), hf_common.copies_in(config, tensors, hidden, vocab, name)
     table = shapes(geometry, hidden)
     if "lm_head.weight" in tensors:
         table["lm_head.weight"] = (vocab, hidden)
-    foreign.matched(tensors, table, name)
+    hf_common.matched(tensors, table, name)
     own = {"geometry": geometry, "own_lm_head": "lm_head.weight" in tensors, "draft_vocab_size": vocab}
-    return Checkpoint("eagle", own, foreign.facts_of(config, name), tensors, name, copies)
+    return Checkpoint("eagle", own, hf_common.facts_of(config, name), tensors, name, copies)
 
 
 def write(
@@ -76,7 +76,7 @@ def write(
     count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
     if own["own_lm_head"]:
         raise ValueError(
             f"{checkpoint.name} has an output layer of its own ({own['draft_vocab_size']} tokens), for which EAGLE-1 of vLLM "
@@ -85,8 +85,8 @@ def write(
     config = {
         "architectures": [ARCHITECTURES[engine]],
         "model_type": "llama",
-        **foreign.hf_layer(own["geometry"], hidden, 1, vocab),
+        **hf_common.hf_layer(own["geometry"], hidden, 1, vocab),
     }
     tensors["fc.bias"] = torch.zeros(hidden, dtype=tensors["fc.weight"].dtype)
-    tensors |= (copied := foreign.own_embedding(checkpoint, target))
-    foreign.write_directory(directory, config, tensors, checkpoint, copied)
+    tensors |= (copied := hf_common.own_embedding(checkpoint, target))
+    hf_common.write_directory(directory, config, tensors, checkpoint, copied)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.checkpoint import foreign, raw_eagle
-from specdec.checkpoint.foreign import Shapes
+from specdec.checkpoint import hf_common, raw_eagle
+from specdec.checkpoint.hf_common import Shapes
 from specdec.checkpoint.native import IDS, Checkpoint, default_ids, engines_default
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 WRITES = {"eagle3": ("vllm", "sglang"), "peagle": ("vllm",)}
 ARCHITECTURES = {
@@ -61,9 +61,9 @@ def shapes(config: dict[str, Any], hidden: int, taps: int, peagle: bool) -> Shap
     geometry, qk_norm = config["geometry"], config["layer_type"] == "qwen3"
     table: Shapes = {"fc.weight": (hidden, taps * hidden), "norm.weight": (hidden,)}
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    table |= foreign.layer_shapes("layers.0", geometry, hidden, 2 * hidden, (*norms, "hidden_norm"), qk_norm)
+    table |= hf_common.layer_shapes("layers.0", geometry, hidden, 2 * hidden, (*norms, "hidden_norm"), qk_norm)
     for i in range(1, config.get("num_hidden_layers", 1)):
-        table |= foreign.layer_shapes(f"layers.{i}", geometry, hidden, hidden, norms, qk_norm)
+        table |= hf_common.layer_shapes(f"layers.{i}", geometry, hidden, hidden, norms, qk_norm)
     if config["norm_before_fc"]:
         table["input_norm.weight"] = (taps * hidden,)
     if config["fc_norm"]:
@@ -79,12 +79,12 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     name = str(directory)
     if config.get("fc_norm") is None and config.get("use_aux_norm"):
         config = config | {"fc_norm": True}
-    foreign.refuse_options(config, KNOWN, name)
+    hf_common.refuse_options(config, KNOWN, name)
     architecture = architecture_of(config)
     layer_type = "qwen3" if config.get("model_type") == "qwen3" else "llama"
     if architecture is not None and ARCHITECTURES[architecture] != layer_type:
         layer_type = ARCHITECTURES[architecture]
-    tensors = {renamed(key): tensor for key, tensor in foreign.read_tensors(directory).items()}
+    tensors = {renamed(key): tensor for key, tensor in hf_common.read_tensors(directory).items()}
     nested = config.get("eagle_config") or {}
     for key, value in nested.items():
         neutral: dict[str, tuple[Any, ...]] = {
@@ -94,7 +94,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
         }  # fmt: skip
         if key not in (IDS, "norm_before_fc") and value is not None and value not in neutral.get(key, ()):
             raise ValueError(f"{name}: eagle_config.{key}={value!r} cannot be represented")
-    facts = foreign.facts_of(config, name)
+    facts = hf_common.facts_of(config, name)
     ids = layer_ids(config, facts.get("num_hidden_layers"), name)
     flags = {key: bool(config.get(key)) for key in FLAGS}
     flags["norm_before_fc"] = bool(nested.get("norm_before_fc", flags["norm_before_fc"]))
@@ -112,17 +112,17 @@ def assembled(
 ) -> Checkpoint:
     """The checkpoint that a config (the layer's and the drafter's keys in one) and tensors with native names make, if they are
     whole. Raises ValueError for what is not."""
-    hidden = foreign.integer(config, "hidden_size", name)
-    vocab = foreign.integer(config, "vocab_size", name)
-    draft_vocab = foreign.integer(config, "draft_vocab_size", name, vocab)
-    copies = foreign.copies_in(config, tensors, hidden, vocab, name)
+    hidden = hf_common.integer(config, "hidden_size", name)
+    vocab = hf_common.integer(config, "vocab_size", name)
+    draft_vocab = hf_common.integer(config, "draft_vocab_size", name, vocab)
+    copies = hf_common.copies_in(config, tensors, hidden, vocab, name)
     # a number for draft_vocab_size and no lm_head: vLLM shares the target's
     own: dict[str, Any] = {
         IDS: ids,
         "layer_type": layer_type,
-        "num_hidden_layers": foreign.integer(config, "num_hidden_layers", name, 1, most=foreign.DEEPEST),
+        "num_hidden_layers": hf_common.integer(config, "num_hidden_layers", name, 1, most=hf_common.DEEPEST),
         **flags,
-        "geometry": foreign.geometry_of(config, name),
+        "geometry": hf_common.geometry_of(config, name),
         "own_lm_head": "lm_head.weight" in tensors,
         "draft_vocab_size": draft_vocab,
     }
@@ -132,14 +132,14 @@ def assembled(
         if not isinstance(mask, int) or not 0 <= mask < vocab:
             raise ValueError(f"{name}: P-EAGLE's mask token is {mask!r}; give an id of 0..{vocab - 1} as mask_token_id")
         own["mask_token_id"] = mask
-    depths = (config.get(foreign.OURS) or {}).get("num_depths")
+    depths = (config.get(hf_common.OURS) or {}).get("num_depths")
     depths = config.get("num_depths") if depths is None else depths
     if depths is not None:
         if not peagle:
             raise ValueError(f"{name}: num_depths={depths} is P-EAGLE's, and the weights are those of eagle3; remove the key")
-        own["num_depths"] = foreign.integer({"num_depths": depths}, "num_depths", name)
+        own["num_depths"] = hf_common.integer({"num_depths": depths}, "num_depths", name)
 
-    foreign.check_vocabulary(tensors, vocab, name)
+    hf_common.check_vocabulary(tensors, vocab, name)
     tensors.pop("t2d", None)
     for i in range(1, own["num_hidden_layers"]):  # SGLang's name for a norm that vLLM calls input_layernorm
         theirs = tensors.pop(f"layers.{i}.hidden_norm.weight", None)
@@ -148,7 +148,7 @@ def assembled(
             raise ValueError(
                 f"{name}: layers.{i}.hidden_norm.weight is not input_layernorm.weight: vLLM reads one and SGLang the other"
             )
-    taps = len(ids) if ids is not None else foreign.integer(config, "num_aux_hidden_states", name, 3, most=foreign.DEEPEST)
+    taps = len(ids) if ids is not None else hf_common.integer(config, "num_aux_hidden_states", name, 3, most=hf_common.DEEPEST)
     if config.get("num_aux_hidden_states") not in (None, taps):
         raise ValueError(f"{name}: num_aux_hidden_states={config['num_aux_hidden_states']}, and {IDS} names {taps} layers")
     table = shapes(own, hidden, taps, peagle)
@@ -156,7 +156,7 @@ def assembled(
         table |= {"d2t": (draft_vocab,), "lm_head.weight": (draft_vocab, hidden)}
     elif draft_vocab > vocab:
         raise ValueError(f"{name}: draft_vocab_size={draft_vocab} is more than vocab_size={vocab}, the target's")
-    foreign.matched(tensors, table, name)
+    hf_common.matched(tensors, table, name)
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
     return Checkpoint("peagle" if peagle else "eagle3", own, facts, tensors, name, copies)
@@ -194,13 +194,13 @@ def write(
     count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
     qwen3 = own["layer_type"] == "qwen3"
     num_layers = own.get("num_hidden_layers", 1)
     config: dict[str, Any] = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if qwen3 else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if qwen3 else "llama",
-        **foreign.hf_layer(own["geometry"], hidden, num_layers, vocab),
+        **hf_common.hf_layer(own["geometry"], hidden, num_layers, vocab),
         "draft_vocab_size": own["draft_vocab_size"] if own["own_lm_head"] else None,
         **{key: own[key] for key in FLAGS},
     }
@@ -210,9 +210,9 @@ def write(
         config |= {IDS: ids, "eagle_config": {IDS: [i - 1 for i in ids]}, "num_aux_hidden_states": len(ids)}
     if checkpoint.method == "peagle":
         config["ptd_token_id"] = own["mask_token_id"]
-    tensors |= (copied := foreign.own_embedding(checkpoint, target))
+    tensors |= (copied := hf_common.own_embedding(checkpoint, target))
     if "d2t" in tensors:
-        tensors["t2d"] = foreign.t2d_of(tensors["d2t"], vocab)
+        tensors["t2d"] = hf_common.t2d_of(tensors["d2t"], vocab)
     for i in range(1, num_layers):
         tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
-    foreign.write_directory(directory, config, tensors, checkpoint, copied)
+    hf_common.write_directory(directory, config, tensors, checkpoint, copied)

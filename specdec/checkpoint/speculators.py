@@ -12,9 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.checkpoint import foreign, raw_eagle3
+from specdec.checkpoint import hf_common, raw_eagle3
 from specdec.checkpoint.native import Checkpoint
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 WRITES = {"eagle3": ("speculators",), "peagle": ("speculators",)}
 VERSION = "0.9.0"
@@ -31,14 +31,14 @@ def recognises(config: dict[str, Any], names: set[str]) -> bool:
 
 def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     name, kind = str(directory), config["speculators_model_type"]
-    foreign.refuse_options(config, KNOWN, name)
+    hf_common.refuse_options(config, KNOWN, name)
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict) or layer.get("model_type") not in ("llama", "qwen3"):
         said = layer.get("model_type") if isinstance(layer, dict) else layer
         raise ValueError(f"{name}: transformer_layer_config is of type {said!r}; llama and qwen3 layers can be read")
-    foreign.refuse_options(layer, {"tie_word_embeddings"}, f"{name}: transformer_layer_config")
-    tensors = foreign.read_tensors(directory)
-    facts = foreign.facts_of(layer | {key: config.get(key) for key in ("target_hidden_size", foreign.OURS)}, name)
+    hf_common.refuse_options(layer, {"tie_word_embeddings"}, f"{name}: transformer_layer_config")
+    tensors = hf_common.read_tensors(directory)
+    facts = hf_common.facts_of(layer | {key: config.get(key) for key in ("target_hidden_size", hf_common.OURS)}, name)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     if verifier.get("name_or_path"):
         facts.setdefault("name", verifier["name_or_path"])
@@ -51,7 +51,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     ids = raw_eagle3.layer_ids({raw_eagle3.IDS: config.get(raw_eagle3.IDS)}, facts.get("num_hidden_layers"), name)
     keys = {key: config.get(key) for key in ("draft_vocab_size", "target_hidden_size", "mask_token_id", "num_depths")}
     found = raw_eagle3.assembled(
-        name, layer | keys | {foreign.OURS: config.get(foreign.OURS)}, tensors, ids, flags, layer["model_type"], facts
+        name, layer | keys | {hf_common.OURS: config.get(hf_common.OURS)}, tensors, ids, flags, layer["model_type"], facts
     )
     if found.method != kind:
         raise ValueError(f"{name}: speculators_model_type={kind!r}, and the weights are those of {found.method}")
@@ -68,7 +68,7 @@ def write(
 ) -> None:
     count = count or min(NUM_SPECULATIVE_TOKENS, checkpoint.config.get("num_depths") or NUM_SPECULATIVE_TOKENS)
     own, tensors, kind = checkpoint.config, dict(checkpoint.tensors or {}), checkpoint.method
-    hidden, vocab = foreign.need(checkpoint, "hidden_size"), foreign.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
     shared = ["embed_tokens.weight", *(["lm_head.weight"] if not own["own_lm_head"] else [])]
     if target is None:
         raise ValueError(f"{checkpoint.name}: the format holds copies of the target's {' and '.join(shared)}; give target=")
@@ -76,7 +76,7 @@ def write(
         raise ValueError(f"{checkpoint.name}: norm_before_fc and fc_norm are both true, which speculators refuses; train one")
     layer = {
         "model_type": own["layer_type"],
-        **foreign.hf_layer(own["geometry"], hidden, own.get("num_hidden_layers", 1), vocab, rope_parameters=True),
+        **hf_common.hf_layer(own["geometry"], hidden, own.get("num_hidden_layers", 1), vocab, rope_parameters=True),
     }
     config = {
         "architectures": ["Eagle3Speculator" if kind == "eagle3" else "PEagleSpeculator"],
@@ -94,7 +94,7 @@ def write(
                 }
             ],
             "verifier": {
-                "name_or_path": served or foreign.public_name(checkpoint),
+                "name_or_path": served or hf_common.public_name(checkpoint),
                 "architectures": _architectures(checkpoint.target.get("model_type")),
             },
         },
@@ -108,10 +108,10 @@ def write(
     }
     if kind == "peagle":
         config["mask_token_id"] = own["mask_token_id"]
-    tensors |= (copied := foreign.copies(checkpoint, target, *shared))
+    tensors |= (copied := hf_common.copies(checkpoint, target, *shared))
     if "d2t" in tensors:
-        tensors["t2d"] = foreign.t2d_of(tensors["d2t"], vocab)
-    foreign.write_directory(directory, config, tensors, checkpoint, copied)
+        tensors["t2d"] = hf_common.t2d_of(tensors["d2t"], vocab)
+    hf_common.write_directory(directory, config, tensors, checkpoint, copied)
 
 
 def _architectures(model_type: str | None) -> list[str]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec import checkpoint
-from specdec.core import Proposer, nearest
-from specdec.target import CausalLM
+from specdec.checked import nearest
+from specdec.core import Proposer
+from specdec.model.target import CausalLM
 
 
 def names() -> list[str]:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.core import Context, Draft, Request, Silent, first_line, ragged
-from specdec.target import CausalLM
+from specdec.checked import first_line
+from specdec.core import Context, Draft, Request, Silent, ragged
+from specdec.model.target import CausalLM
 
 
 class CustomClass(Silent):

@@ -5,7 +5,7 @@ committed since its last call (which overwrites what was rejected), then goes on
 
 With `use_heterogeneous_vocab` the vocabulary may be another one (Timor et al. 2502.05202, token-level intersection). It then
 drafts the tokens that both have, renormalised, and reads one token for each of the target's, so that positions are the same;
-inside are its own ids, outside the target's (`specdec/vocabulary.py`).
+inside are its own ids, outside the target's (`specdec/drafter/shared_vocab.py`).
 
 Trained, it begins as some layers of the target, or as another LM, and learns what the target said (nll) or its whole law (kl,
 tv, ce). It stays the transformers model that it is: in training a callable stands in for the slot cache and keeps documents
@@ -23,18 +23,19 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from specdec import hub, vocabulary
+from specdec import hub
+from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.contract import decoder_of
-from specdec.core import Checked, Context, Draft, Request
-from specdec.drafter import Drawing, check_drafting, nothing
-from specdec.kv import end_to_end
-from specdec.parallel_state import ALONE
-from specdec.target import CausalLM, capped, load_weights, longrope_limit
-from specdec.training import losses, parallel, unroll
-from specdec.training.features import Batch
-from specdec.training.learner import Learner
+from specdec.core import Context, Draft, Request
+from specdec.drafter import block, losses, shared_vocab, unroll
+from specdec.drafter.base import Drawing, check_drafting, nothing
+from specdec.drafter.batch import Batch
+from specdec.drafter.trainable import Learner
+from specdec.model.contract import decoder_of
+from specdec.model.distributed import ALONE
+from specdec.model.kv import end_to_end
+from specdec.model.target import CausalLM, capped, load_weights, longrope_limit
 
 PREFILL_CHUNK = 512
 
@@ -141,7 +142,7 @@ class DraftModel(Learner):
         self.target, self.shared, self.objective = target, {}, self.objective_type()
         self.num_speculative_tokens = num_speculative_tokens
         self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
-        self.vocabulary: vocabulary.Shared | None = None
+        self.vocabulary: shared_vocab.Shared | None = None
         if isinstance(model, Checkpoint):
             if use_heterogeneous_vocab:
                 raise ValueError(f"use_heterogeneous_vocab=true: {model.name} is trained in the target's own ids; leave it out")
@@ -151,7 +152,7 @@ class DraftModel(Learner):
             return
         self.model = model if isinstance(model, CausalLM) else _load(target, model, revision, draft_tensor_parallel_size)
         if use_heterogeneous_vocab:
-            self.vocabulary = vocabulary.shared(target, self.model)
+            self.vocabulary = shared_vocab.shared(target, self.model)
         else:
             same_vocabulary(target, self.model.vocab_size, self.model.name, "; or give use_heterogeneous_vocab=true")
             if self.model is not target:
@@ -286,8 +287,8 @@ class DraftModel(Learner):
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
         """[A, D] states for the output layer at every step, in one forward: the tokens of the batch, and behind them the mask
         tokens of step 1, 2, ..."""
-        position_N = parallel.positions(plan)
-        token_N = torch.cat([batch.token_N, self.masks(parallel.num_masks(plan))])
+        position_N = block.positions(plan)
+        token_N = torch.cat([batch.token_N, self.masks(block.num_masks(plan))])
         reach = int(position_N.max()) + 1
         if (limit := longrope_limit(self.lm.config)) is not None and reach > limit:
             raise ValueError(
@@ -307,13 +308,13 @@ class DraftModel(Learner):
             sliding = None if sliding is None or sliding >= reach else sliding
             own = attention if sliding is None and cap is None else masked_attention(sliding, cap)
             q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-            return parallel.in_depths(plan, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
+            return block.in_depths(plan, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
 
         state_ND = decoder_of(self.lm)(
             inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
             use_cache=False, window=window,
         ).last_hidden_state[0]  # fmt: skip
-        return parallel.by_depth(state_ND, plan)
+        return block.by_depth(state_ND, plan)
 
     # ---------------------------------------------------------------- at rest
 
@@ -408,14 +409,14 @@ def same_vocabulary(target: CausalLM, size: int, name: str, otherwise: str = "")
 
 
 def same_tokens(target: CausalLM, tokenizer: Callable[[], Any], name: str, advice: str) -> None:
-    """`vocabulary.check_same_tokens` where both have a tokenizer; a model without one is given token ids, and nothing can be
+    """`shared_vocab.check_same_tokens` where both have a tokenizer; a model without one is given token ids, and nothing can be
     compared."""
     try:
         own = tokenizer()
         _ = target.tokenizer
     except ValueError:
         return
-    vocabulary.check_same_tokens(target, own, name, advice)
+    shared_vocab.check_same_tokens(target, own, name, advice)
 
 
 def _load(target: CausalLM, name: str, revision: str | None, size: int | None = None) -> CausalLM:

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.chain import Attend, ChainDrafter, Geometry, Layer
-from specdec.core import Checked
-from specdec.target import CausalLM
-from specdec.training import losses, unroll
-from specdec.training.features import Batch
-from specdec.training.losses import Teacher
+from specdec.checked import Checked
+from specdec.drafter import losses, unroll
+from specdec.drafter.autoregressive import Attend, ChainDrafter, Geometry, Layer
+from specdec.drafter.batch import Batch
+from specdec.drafter.losses import Teacher
+from specdec.model.target import CausalLM
 
 
 class Architecture(Checked):

@@ -6,7 +6,7 @@
     g'     = u + mlp(post_attention_layernorm(u))
     logits = lm_head(norm(g')), and g' is fed to the next step           (norm_output: norm(g') is)
 
-Tensor names, config keys and their meaning are vLLM's. Training data, unrolled steps and losses: `specdec.chain`.
+Tensor names, config keys and their meaning are vLLM's. Training data, unrolled steps and losses: `specdec.drafter.autoregressive`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.chain import Attend, Attention, ChainDrafter, Geometry, Layer
-from specdec.core import Checked
-from specdec.target import CausalLM
+from specdec.checked import Checked
+from specdec.drafter.autoregressive import Attend, Attention, ChainDrafter, Geometry, Layer
+from specdec.model.target import CausalLM
 
 
 class Architecture(Checked):

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core import Context, Draft, Request, Silent, nearest
-from specdec.target import CausalLM
+from specdec.checked import nearest
+from specdec.core import Context, Draft, Request, Silent
+from specdec.model.target import CausalLM
 from specdec.training import features
 from specdec.training.data import Sample
 from specdec.training.features import Features

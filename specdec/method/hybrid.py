@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec import method
 from specdec.core import Context, Draft, Proposer, Request, Silent
 from specdec.engine import LONG_OUT
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 
 class Hybrid(Silent):

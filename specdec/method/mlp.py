@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.core import Checked, Context, Draft
-from specdec.drafter import Drafter, nothing
-from specdec.target import CausalLM
-from specdec.training import losses, unroll
-from specdec.training.features import Batch
+from specdec.checked import Checked
+from specdec.core import Context, Draft
+from specdec.drafter import losses, unroll
+from specdec.drafter.base import Drafter, nothing
+from specdec.drafter.batch import Batch
+from specdec.model.target import CausalLM
 
 EPS = 1e-6
 

@@ -19,16 +19,17 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.chain import PREFILL_CHUNK, Attend, ChainDrafter
-from specdec.checkpoint import foreign, native
+from specdec.checked import Checked, first_line
+from specdec.checkpoint import hf_common, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Checked, Context, Draft, first_line
-from specdec.drafter import Objective as Unrolled
-from specdec.drafter import nothing
-from specdec.target import CausalLM
-from specdec.training import losses, unroll
-from specdec.training.features import Batch
+from specdec.core import Context, Draft
+from specdec.drafter import losses, unroll
+from specdec.drafter.autoregressive import PREFILL_CHUNK, Attend, ChainDrafter
+from specdec.drafter.base import Objective as Unrolled
+from specdec.drafter.base import nothing
+from specdec.drafter.batch import Batch
+from specdec.model.target import CausalLM
 
 
 class Architecture(Checked):
@@ -125,7 +126,7 @@ class MTP(ChainDrafter):
     def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
         """Without a name, the modules that the target ships; a name may be that of a directory with such modules."""
         directory = target.path if name is None else native.find(name, revision)
-        config = foreign.read_config(directory)
+        config = hf_common.read_config(directory)
         return native.load(directory) if config.get("format") == native.FORMAT else native_modules.read(directory, config)
 
     @classmethod

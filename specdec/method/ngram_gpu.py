@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.core import Context, Draft, Request, Silent
 from specdec.method.ngram import check_bounds
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 
 class NgramGpu(Silent):

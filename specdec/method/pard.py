@@ -4,7 +4,7 @@ Behind the committed tokens come K-1 mask tokens; the last committed token and e
 forward. Mask tokens leave K and V behind that the next forward overwrites. Places do not see what those before them drafted, so
 greedy drafts suit it best.
 
-Training takes any causal LM and gives it mask tokens: `specdec.training.parallel`.
+Training takes any causal LM and gives it mask tokens: `specdec.drafter.block`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from specdec import sampling
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft
-from specdec.drafter import nothing
+from specdec.drafter import unroll
+from specdec.drafter.base import nothing
+from specdec.drafter.batch import Batch
+from specdec.drafter.block import Depths
 from specdec.method import draft_model
 from specdec.method.draft_model import DraftModel
-from specdec.target import CausalLM
-from specdec.training import unroll
-from specdec.training.features import Batch
-from specdec.training.parallel import Depths
+from specdec.model.target import CausalLM
 
 
 class Architecture(draft_model.Architecture):

@@ -2,7 +2,7 @@
 
 After the pairs (token, target state) of a row come K-1 places with the embedding of a mask token and a learned state,
 `mask_hidden`, that takes the place of the target's; the last pair and these places each draft one token. Positions do not see
-what the places before them drafted, so greedy drafts suit it best. Training: `specdec.training.parallel`.
+what the places before them drafted, so greedy drafts suit it best. Training: `specdec.drafter.block`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.core import Context, Draft
-from specdec.drafter import nothing
+from specdec.drafter import block, losses, unroll
+from specdec.drafter.base import nothing
+from specdec.drafter.batch import Batch
+from specdec.drafter.block import Depths
 from specdec.method import eagle3
 from specdec.method.eagle3 import Eagle3
-from specdec.target import CausalLM
-from specdec.training import losses, parallel, unroll
-from specdec.training.features import Batch
-from specdec.training.parallel import Depths
+from specdec.model.target import CausalLM
 
 
 class Architecture(eagle3.Architecture):
@@ -111,9 +111,9 @@ class PEagle(Eagle3):
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
         """All depths in one pass: the rows of depth 0 are those of the whole batch, the keys of all others."""
-        embedding, hidden = self.masks(parallel.num_masks(plan))
+        embedding, hidden = self.masks(block.num_masks(plan))
         embedding = torch.cat([self.embed(batch.token_N.roll(-1)), embedding])
         hidden = torch.cat([self.fuse(batch.hidden(self.hidden_layers)), hidden])
-        attend = parallel.in_depths(plan, attention)
-        state, _ = self.step(embedding, hidden, self._index(parallel.positions(plan)), attend)
-        return parallel.by_depth(state, plan)
+        attend = block.in_depths(plan, attention)
+        state, _ = self.step(embedding, hidden, self._index(block.positions(plan)), attend)
+        return block.by_depth(state, plan)

@@ -35,7 +35,8 @@ import numpy as np
 from numba import njit
 
 from specdec import sampling
-from specdec.core import Context, Draft, Request, SamplingParams, Silent, ragged
+from specdec.core import Context, Draft, Request, Silent, ragged
+from specdec.params import SamplingParams
 
 NONE = -1  # no node, no group, no position, or no token yet
 ROOT = 0

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.core import Verdict, nearest
+from specdec.checked import nearest
+from specdec.core import Verdict
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import first_line, short_repr
+from specdec.checked import first_line, short_repr
 
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
 _ROLES = {

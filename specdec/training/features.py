@@ -26,8 +26,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec import __version__
-from specdec.core import apply_umask, first_line, parse_json, read_json_object, writing
-from specdec.target import CausalLM
+from specdec.checked import first_line
+from specdec.drafter.batch import Batch
+from specdec.files import apply_umask, parse_json, read_json_object, writing
+from specdec.model.target import CausalLM
 from specdec.training.data import Sample
 
 CHUNK = 512  # tokens of one forward, and of one product with the output layer
@@ -50,31 +52,6 @@ class Features:
     @property
     def num_bytes(self) -> int:
         return sum(x.nbytes for x in (self.hidden_nTD, self.argmax_n, self.logsumexp_n) if x is not None)
-
-
-@dataclass
-class Batch:
-    """Samples laid end to end: N tokens. layers: the ids of the tapped layers. mask_N and length_B are on the host: which rows
-    take part is decided there, without waiting for the device. weight_B: what a token of each sample weighs, if not 1. Where
-    the target was not asked (`Tokens`), hidden_NTD and what follows from it are None."""
-
-    ids: list[str]
-    length_B: np.ndarray
-    mask_N: np.ndarray
-    layers: tuple[int, ...]
-    token_N: Tensor
-    hidden_NTD: Tensor | None
-    argmax_N: Tensor | None
-    logsumexp_N: Tensor | None
-    weight_B: np.ndarray | None = None
-
-    def hidden(self, layers: Sequence[int]) -> Tensor:
-        """[N, len(layers), D]"""
-        assert self.hidden_NTD is not None, "this batch has tokens only"
-        places = [self.layers.index(layer) for layer in layers]
-        if places == list(range(places[0], places[0] + len(places))):
-            return self.hidden_NTD[:, places[0] : places[0] + len(places)]
-        return self.hidden_NTD[:, places]
 
 
 def lay_out(

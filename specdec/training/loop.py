@@ -36,15 +36,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from specdec import stats
+from specdec.checked import Checked, first_line
 from specdec.checkpoint import native
-from specdec.core import Checked, Proposer, Request, SamplingParams, apply_umask, first_line, writing
+from specdec.core import Proposer, Request
+from specdec.drafter.batch import Batch
 from specdec.engine import Engine
+from specdec.files import apply_umask, writing
+from specdec.measure import stats
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 from specdec.rejection import Verifier
-from specdec.target import CausalLM
 from specdec.training import data
 from specdec.training.data import Sample
-from specdec.training.features import Batch
 
 TEXT_PROMPT = 64  # tokens, as in the second stage of the MLP speculator
 

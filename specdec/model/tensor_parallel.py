@@ -1,7 +1,7 @@
 """A model's large matrices in parts, one for each of the processes that decode together.
 
 transformers says for every architecture which layers can be cut, and which way (`base_model_tp_plan` of its config); the
-cutting is ours, into plain tensors, since DTensors know neither the packed layers of `specdec.linear` nor an order of sums.
+cutting is ours, into plain tensors, since DTensors know neither the packed layers of `specdec.model.packed_linear` nor an order of sums.
 What runs between the cut layers, the residual stream among it, is whole in every process, and so are embedding and logits.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.linear import PackedLinear
-from specdec.parallel_state import Processes
+from specdec.model.distributed import Processes
+from specdec.model.packed_linear import PackedLinear
 
 # transformers' words: the columns of a layer's output in parts, or gathered again; its input in parts, or whole and cut here
 COLUMNS, GATHERED, ROWS, ROWS_OF_WHOLE = "colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from specdec import stats
-from specdec.core import first_mistake, read_json_object, writing
-from specdec.cost import CostTable
+from specdec.checked import first_mistake
+from specdec.files import read_json_object, writing
+from specdec.measure import stats
+from specdec.measure.stats import RequestStats
+from specdec.policy.cost import CostTable
 from specdec.rejection import Verifier
-from specdec.stats import RequestStats
 
 SHOWN_POSITIONS = 4
 

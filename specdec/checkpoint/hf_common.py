@@ -18,10 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specdec.checked import first_line, nearest
 from specdec.checkpoint.native import DEEPEST as DEEPEST
 from specdec.checkpoint.native import Checkpoint, check_values, part_of, write_weights
-from specdec.core import first_line, nearest, read_json, read_json_object
-from specdec.target import CausalLM
+from specdec.files import read_json, read_json_object
+from specdec.model.target import CausalLM
 
 Shapes = dict[str, tuple[int, ...]]
 INDEX = "model.safetensors.index.json"

@@ -4,7 +4,7 @@ common.
 At position i such a drafter sees the pair (token i+1, target state i) and predicts token i+2: ids are shifted left by one,
 positions are not. `propose` first runs over the pairs of the newly committed tokens, which overwrites what was made of
 rejected drafts, then goes on with its own states in place of the target's. `loss` unrolls the same `step` over training data,
-with the rows of `specdec.training.unroll`. A method adds its module: `fuse`, `step` and a configuration.
+with the rows of `specdec.drafter.unroll`. A method adds its module: `fuse`, `step` and a configuration.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from specdec.core import Checked, Context, Draft
-from specdec.drafter import Drafter, nothing
-from specdec.kv import SlotCache, Window, end_to_end, slot_attention
-from specdec.target import CausalLM
-from specdec.training import unroll
-from specdec.training.features import Batch
+from specdec.checked import Checked
+from specdec.core import Context, Draft
+from specdec.drafter import unroll
+from specdec.drafter.base import Drafter, nothing
+from specdec.drafter.batch import Batch
+from specdec.model.kv import SlotCache, Window, end_to_end, slot_attention
+from specdec.model.target import CausalLM
 
 PREFILL_CHUNK = 512
 # layer, query [A, H, W], key and value [N, G, W], scaling -> [A, H, W]

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-from specdec import config, hub, method, rejection, report, track
+from specdec import config, hub, method, rejection
+from specdec.checked import nearest
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import SamplingParams, nearest
-from specdec.target import CausalLM, choose_device
+from specdec.measure import records, report
+from specdec.model.target import CausalLM, choose_device
+from specdec.params import SamplingParams
 from specdec.training import data, features, loop
 
 # what a run may be resumed with other values of
@@ -69,9 +71,9 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
     at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
     model_arguments = model_said(model)
-    track.check_logger(cfg["logger"])
+    records.check_logger(cfg["logger"])
     out_dir = Path(cfg["out_dir"])
-    track.reserve(out_dir, cfg["resume"])
+    records.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
 
     device = choose_device(model["device"])
@@ -138,10 +140,10 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         "eval": cfg["eval"] | {"held_out": given["held_out"]} | asked,
     }
     if processes.is_main_process:
-        track.claim(out_dir, cfg["resume"], identity)
+        records.claim(out_dir, cfg["resume"], identity)
         config.save(cfg, out_dir / "config.yaml")
         if loaded.skipped:
-            track.write_json(out_dir / "left_out.json", loaded.listed)
+            records.write_json(out_dir / "left_out.json", loaded.listed)
     processes.wait_for_everyone()
     prompts = loop.prompts_of(held_out, cfg["eval"]["num_prompts"])
 
@@ -152,7 +154,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
             target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
         )
 
-    metrics = track.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
+    metrics = records.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
     with report.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
@@ -162,7 +164,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
 
         result = loop.fit(
             drafter, source, samples, held_out, settings, out_dir, seed=cfg["seed"], evaluate=evaluate if prompts else None,
-            log=log, advance=advance, provenance={"identity": identity, "environment": track.environment()},
+            log=log, advance=advance, provenance={"identity": identity, "environment": records.environment()},
             resume=cfg["resume"],
         )  # fmt: skip
     if metrics is None:
@@ -170,8 +172,8 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         return result
     last = metrics.rows.rows[-1] if metrics.rows.rows else None
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
-    summary = identity | result | cpu_s | {"environment": track.environment(), "last_metrics": last}
-    track.write_json(out_dir / "summary.json", summary)
+    summary = identity | result | cpu_s | {"environment": records.environment(), "last_metrics": last}
+    records.write_json(out_dir / "summary.json", summary)
     plot = report.plot_training(metrics.rows.rows, f"{name} for {target.name}, {given['name']} data", out_dir / "train.png")
     where = metrics.close(result, [plot])
     if result["interrupted"]:

@@ -1,7 +1,7 @@
 """What a drafter's loss consists of, whatever the drafter: which rows learn, what the target says there, how it is counted.
 
 A family says how its states come about (`unrolled`), which rows take part (`plan`) and which output layers read the states
-(`heads`). Rows, steps and shape letters are those of `specdec.training.unroll`, losses those of `specdec.training.losses`.
+(`heads`). Rows, steps and shape letters are those of `specdec.drafter.unroll`, losses those of `specdec.drafter.losses`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specdec.target import CausalLM
-from specdec.training import losses, unroll
-from specdec.training.features import Batch
-from specdec.training.losses import Teacher
+from specdec.drafter import losses, unroll
+from specdec.drafter.batch import Batch
+from specdec.drafter.losses import Teacher
+from specdec.model.target import CausalLM
 
 
 class Learner(nn.Module):

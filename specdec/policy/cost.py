@@ -17,20 +17,12 @@ import torch
 from pydantic import ConfigDict
 
 from specdec import rejection
-from specdec.core import (
-    Checked,
-    Context,
-    Draft,
-    Proposer,
-    Request,
-    SamplingParams,
-    Silent,
-    Steady,
-    Step,
-    read_json_object,
-)
+from specdec.checked import Checked
+from specdec.core import Context, Draft, Proposer, Request, Silent, Steady, Step
 from specdec.engine import Clock, Engine
-from specdec.target import CausalLM
+from specdec.files import read_json_object
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 POINTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 25, 33, 49, 65)
 LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16, 24)  # of drafts; the longest that a drafter can make is added

@@ -18,12 +18,15 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from specdec.core import Request, SamplingParams, Step, nearest, parse_json, short_repr
+from specdec.checked import nearest, short_repr
+from specdec.core import Request, Step
 from specdec.engine import Engine
+from specdec.files import parse_json
 from specdec.llm import derived_seed
-from specdec.stats import Served
-from specdec.target import CausalLM
-from specdec.tasks import Task, first_prompt_ids, request_id
+from specdec.measure.stats import Served
+from specdec.measure.tasks import Task, first_prompt_ids, request_id
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 KINDS = ("poisson", "trace")
 MOST = 1_000_000  # arrivals of a run: they are listed before it begins

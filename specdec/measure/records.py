@@ -19,12 +19,15 @@ import torch
 from pydantic import Field, ValidationError
 
 from specdec import __version__, hub, lock, script
+from specdec.checked import Checked, first_line
 from specdec.checkpoint import native
-from specdec.core import Checked, Request, SamplingParams, first_line, parse_json, read_json, writing
+from specdec.core import Request
+from specdec.files import parse_json, read_json, writing
 from specdec.llm import SpeculativeConfig, answer_text
-from specdec.stats import RequestStats, Served, request_metrics
-from specdec.target import CausalLM
-from specdec.tasks import Task, fingerprint, request_id
+from specdec.measure.stats import RequestStats, Served, request_metrics
+from specdec.measure.tasks import Task, fingerprint, request_id
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 MARKER = "run.json"
 LOCK = ".lock"

@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from specdec import contract, hub, linear, shard
-from specdec.contract import ATTENTION, Contract
-from specdec.core import first_line, nearest
-from specdec.kv import SlotCache, UnsupportedModel, Window
-from specdec.parallel_state import ALONE, Processes
+from specdec import hub
+from specdec.checked import first_line, nearest
+from specdec.model import contract, packed_linear, tensor_parallel
+from specdec.model.contract import ATTENTION, Contract
+from specdec.model.distributed import ALONE, Processes
+from specdec.model.kv import SlotCache, UnsupportedModel, Window
 
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
 
@@ -91,8 +92,8 @@ class CausalLM:
         with processes.in_turn():
             self.path = hub.resolve(self.name, revision)
             self.model = load_weights(self.path, self.dtype, self.device, processes)
-            if linear.can_pack(self.dtype, self.device):
-                linear.pack(self.model)
+            if packed_linear.can_pack(self.dtype, self.device):
+                packed_linear.pack(self.model)
         self.config = self.model.config.get_text_config()
 
         self.max_model_len: int = getattr(self.config, "max_position_embeddings", None) or 2**31
@@ -172,7 +173,7 @@ class CausalLM:
     def head_rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Weight [n, D] and bias [n] of the output layer, for these tokens or for all."""
         head = self.model.get_output_embeddings()
-        weight = shard.whole_weight(head)
+        weight = tensor_parallel.whole_weight(head)
         if token_ids is None:
             return weight.detach(), head.bias
         return weight.detach()[token_ids], None if head.bias is None else head.bias.detach()[token_ids]
@@ -190,7 +191,7 @@ class CausalLM:
         """What a slot cache of the whole model holds for every layer: heads, width of keys and of values (MLA's compressed ones
         are kept as the heads see them)."""
         size, share = self.processes.size, 1
-        if size > 1 and shard.cuts_heads(shard.plan_of(self.model.config, size)):
+        if size > 1 and tensor_parallel.cuts_heads(tensor_parallel.plan_of(self.model.config, size)):
             share = size
         return [(heads * share, *widths) for heads, *widths in self.contract.kv_shapes]
 
@@ -293,7 +294,7 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes
     except Exception as error:
         raise ValueError(f"{path}: config.json cannot be read ({first_line(error)})") from None
     _refuse_what_cannot_roll_back(path, config)
-    plan = shard.plan_of(config, processes.size) if processes.size > 1 else None
+    plan = tensor_parallel.plan_of(config, processes.size) if processes.size > 1 else None
     if hub.is_random(path):
         with torch.random.fork_rng(), device if plan is None else torch.device("cpu"):
             torch.manual_seed(0)
@@ -320,7 +321,7 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes
             raise ValueError(f"{path}: the weights lack {sorted(told['missing_keys'])[0]!r}; fetch the model again")
         _check_weights(model, path)
     if plan is not None:
-        shard.shard(model, plan, processes)
+        tensor_parallel.shard(model, plan, processes)
     return model.to(device).eval().requires_grad_(False)
 
 

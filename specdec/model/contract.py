@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
-from specdec.core import first_line
-from specdec.kv import SlotCache, UnsupportedModel, Window, slot_attention
-from specdec.linear import PackedLinear
-from specdec.shard import Gathered
+from specdec.checked import first_line
+from specdec.model.kv import SlotCache, UnsupportedModel, Window, slot_attention
+from specdec.model.packed_linear import PackedLinear
+from specdec.model.tensor_parallel import Gathered
 
 ATTENTION, PROBE = "specdec", "specdec_probe"
 AttentionInterface.register(ATTENTION, slot_attention)

@@ -1,6 +1,6 @@
 """Training of drafters that make all tokens of a draft in one pass, from mask tokens (PARD 2504.18583, P-EAGLE 2602.01469).
 
-Rows are those of `specdec.training.unroll`, and a step is a depth: at depth 0 a row is a token (or a pair) of the data, at
+Rows are those of `specdec.drafter.unroll`, and a step is a depth: at depth 0 a row is a token (or a pair) of the data, at
 depth d the d-th mask token behind it, d positions further on, which sees what the row saw and the mask tokens in between. All
 depths go through the drafter together, laid end to end: every token of the batch, then the rows of depth 1, 2, ... Deeper ones
 are sub-sampled (COD), since most of what they teach the others teach too.
@@ -16,9 +16,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from specdec.core import Checked
-from specdec.training import losses, unroll
-from specdec.training.features import Batch
+from specdec.checked import Checked
+from specdec.drafter import losses, unroll
+from specdec.drafter.batch import Batch
 
 
 class Depths(Checked):

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.core import Request, SamplingParams
+from specdec.core import Request
 from specdec.engine import Clock, Engine
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 
 Decode = Callable[[list[int]], int]  # prompt ids -> number of tokens generated
 

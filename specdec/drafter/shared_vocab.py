@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.target import CausalLM
+from specdec.model.target import CausalLM
 
 FEW = 100  # shared tokens, below which hardly anything can be drafted
-SAMPLE = Path(__file__).parent / "assets" / "train.jsonl.gz"  # conversations of the demo data, to estimate coverage on
+SAMPLE = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"  # conversations of the demo data, to estimate coverage on
 SAMPLE_ROWS = 64
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

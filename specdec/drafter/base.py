@@ -1,5 +1,5 @@
 """A trained module that reads the target's hidden states and drafts: its settings, its weights, its output layer, its life
-from a first random draw to a checkpoint. `specdec.chain` adds attention; `method/mlp.py` has none.
+from a first random draw to a checkpoint. `specdec.drafter.autoregressive` adds attention; `method/mlp.py` has none.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from specdec import checkpoint, linear, sampling
+from specdec import checkpoint, sampling
+from specdec.checked import Checked, first_line
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Checked, Context, Draft, Request, first_line
-from specdec.target import CausalLM
-from specdec.training import losses
-from specdec.training.learner import Learner
+from specdec.core import Context, Draft, Request
+from specdec.drafter import losses
+from specdec.drafter.trainable import Learner
+from specdec.model import packed_linear
+from specdec.model.target import CausalLM
 
 
 class Objective(Checked):
@@ -264,8 +266,8 @@ class Drafter(Learner):
         for module in self.modules():
             for key, parameter in module.named_parameters(recurse=False):
                 setattr(module, key, nn.Parameter(parameter.to(self.target.dtype), requires_grad=False))
-        if linear.can_pack(self.target.dtype, self.target.device):
-            linear.pack(self)
+        if packed_linear.can_pack(self.target.dtype, self.target.device):
+            packed_linear.pack(self)
         self.ready = True
 
     def take_in(self, context: Context) -> bool:

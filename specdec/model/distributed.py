@@ -1,6 +1,6 @@
 """The processes that decode together (tensor parallelism): who is who, and how they stay of one mind.
 
-Each of them runs the same loop over the same requests and holds a part of every large matrix (`specdec.shard`). Noise is a pure
+Each of them runs the same loop over the same requests and holds a part of every large matrix (`specdec.model.tensor_parallel`). Noise is a pure
 function of seeds, so what is computed from whole states is the same everywhere. What hangs on a clock, on free memory or on a
 user's own code is decided by the first process and told to the others: `agree`.
 """

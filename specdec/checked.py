@@ -1,0 +1,96 @@
+"""Values that come from outside, checked: a mistake is one line with the key, the value, the limit and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None) -> str:
+    """The end of an error line about an unknown key: the valid key that looks most like it, or all (of `listed`)."""
+    options = sorted(set(valid))
+    close = difflib.get_close_matches(key, options, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options if listed is None else listed)}"
+
+
+def first_line(error: Exception) -> str:
+    """Another library's error, short enough to stand inside a line of ours."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+
+
+def short_repr(value: Any, width: int = 80) -> str:
+    """A value for an error line, cut to `width` characters."""
+    try:
+        text = repr(value) if len(str(value)) < 10 * width else repr(str(value)[: 2 * width])
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deep"
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[:width]}..."
+
+
+def builtin(value: Any) -> Any:
+    """A value with numpy's numbers and arrays, and tuples, as the numbers and lists that JSON has."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [builtin(each) for each in value]
+    return {builtin(key): builtin(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def whole_text(text: str, what: str) -> str:
+    """The text itself. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"{text[error.start : error.start + 1]!r} at character {error.start}"
+        raise ValueError(f"{what} holds {found}, half of a surrogate pair, which is no text; remove it") from None
+    return text
+
+
+class Checked(BaseModel):
+    """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one.
+
+    Types are strict: true is not 1, nor "5" 5, nor 5.0 5. An int where a float is wanted, and numpy's numbers, are what they
+    are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    what: ClassVar[str] = "key"  # what a field is called in messages
+    aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
+
+    def __init__(self, **values: Any) -> None:
+        known = {*type(self).model_fields, *self.aliases}
+        for key in values:
+            if key not in known:
+                raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known, type(self).model_fields)}")
+        for key, value in values.items():
+            for text in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(text, str):
+                    whole_text(text, f"{self.what} {key}")
+            try:
+                values[key] = builtin(value)
+            except RecursionError:
+                raise ValueError(f"{self.what} {key} is nested too deep; give a value, or a list of values") from None
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ValueError(first_mistake(error, f"{self.what} ")) from None
+
+
+def first_mistake(error: ValidationError, what: str = "") -> str:
+    """pydantic's report as one line: the first key that is wrong, its value, and the limit. what: stands before the key."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    # a field of several types has the failing type behind its name
+    types = ("int", "str", "float", "bool", "none")
+    parts = [part for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part))]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    return f"{what}{key}={short_repr(first['input'])}: {first['msg'].lower()}"

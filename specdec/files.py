@@ -1,0 +1,61 @@
+"""Reading JSON and writing files, with errors that name the file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from specdec.checked import first_line
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An error of the operating system within the block names the file: what fails in a write or a flush does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
+        raise
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the permissions that `open` would have given it: safetensors makes its files private."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`, whatever is wrong with the text: its
+    syntax, its encoding, half of a surrogate pair, brackets that are nested hundreds deep."""
+    try:
+        return from_json(text.encode() if isinstance(text, str) else text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({first_line(error).removeprefix('ValueError: ')})") from None
+
+
+def read_json(path: str | Path, fix: str = "") -> Any:
+    """The value in a JSON file. Raises ValueError, one line with the path and the fix, if it is not there or not JSON."""
+    path = Path(path)
+    try:
+        return from_json(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+    except ValueError as error:
+        reason = f"not JSON: {error}"
+    raise ValueError(f"{path.parent}: {path.name} cannot be read ({reason}){fix and f'; {fix}'}")
+
+
+def read_json_object(path: str | Path, fix: str = "") -> dict[str, Any]:
+    """As `read_json`, of a file that holds a JSON object."""
+    value = read_json(path, fix)
+    if not isinstance(value, dict):
+        found = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise ValueError(f"{Path(path).parent}: {Path(path).name} holds no JSON object, but a {found}{fix and f'; {fix}'}")
+    return value

@@ -1,0 +1,100 @@
+"""How one request is sampled and when it stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from specdec.checked import Checked
+
+GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
+
+
+class SamplingParams(Checked):
+    """How one request is sampled and when it stops. Names and meanings are those of vLLM's class of this name;
+    `max_new_tokens` and `min_new_tokens`, as Hugging Face says, are accepted for `max_tokens` and `min_tokens`.
+
+    Unlike vLLM, `min_p` and `logit_bias` work with speculation.
+    """
+
+    what = "sampling parameter"
+    aliases = ("max_new_tokens", "min_new_tokens")
+
+    temperature: float = Field(1.0, ge=0)  # below GREEDY_BELOW means 0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1 both mean: all tokens
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=1e-4, le=1e4)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    max_tokens: int | None = Field(16, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    speculative_config: dict[str, Any] | None = None  # {"num_speculative_tokens": n}: for this request at most n; 0: none
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, values: Any) -> Any:
+        values = dict(values)
+        for ours, theirs in (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens")):
+            if theirs in values:
+                value = values.pop(theirs)
+                if value is None:
+                    continue
+                if values.get(ours, value) != value:
+                    raise ValueError(f"{ours}={values[ours]} and {theirs}={value} differ; give one of them")
+                values[ours] = value
+        if isinstance(values.get("stop"), str):
+            values["stop"] = [values["stop"]]
+        for key in ("stop", "stop_token_ids"):
+            if values.get(key, []) is None:
+                values[key] = []
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SamplingParams:
+        for key, value in (self.speculative_config or {}).items():
+            if key not in ("method", "num_speculative_tokens"):
+                raise ValueError(f"speculative_config key {key!r} is not a request's; it may lower num_speculative_tokens")
+            if key == "method" and value != "none":
+                raise ValueError(f"speculative_config method={value!r} of a request: only 'none' can be said there")
+            if key == "num_speculative_tokens" and (type(value) is not int or value < 0):
+                raise ValueError(f"speculative_config num_speculative_tokens={value!r} of a request must be a number from 0 on")
+        if "" in self.stop:
+            raise ValueError("stop='': an empty stop string would stop every request; leave it out")
+        for token, bias in (self.logit_bias or {}).items():
+            if abs(bias) > 1e6:
+                raise ValueError(
+                    f"logit_bias of token {token} is {bias}; beyond 1e6 it would drown the logits, use -1e6 to forbid"
+                )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is over max_tokens={self.max_tokens}; lower it")
+        return self
+
+    @property
+    def num_speculative_tokens(self) -> int | None:
+        """What the request itself says about it: 0 for none, None for the engine's."""
+        own = self.speculative_config or {}
+        return 0 if own.get("method") == "none" else own.get("num_speculative_tokens")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def plain(self) -> bool:
+        """True when the logits reach the argmax (or the softmax) unchanged but for the temperature."""
+        return (
+            self.repetition_penalty == 1
+            and not self.presence_penalty
+            and not self.frequency_penalty
+            and not self.logit_bias
+            and not self.min_tokens
+        )
