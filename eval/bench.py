@@ -96,7 +96,7 @@ def run(cfg: dict[str, Any]) -> None:
         for threads in cfg["threads"]:
             torch.set_num_threads(threads)
             contenders = rivals | {name: bench.ours(e, cfg["max_tokens"]) for name, e in own.items()}
-            timings = bench.side_by_side(contenders, prompts)
+            timings = bench.run_side_by_side(contenders, prompts)
             for name, rival in pairs:
                 results["speed"].append(
                     {

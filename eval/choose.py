@@ -33,7 +33,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     params = SamplingParams(**cfg["sampling"])
     settings = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
-    levels = serving.levels(cfg["rates"])
+    levels = serving.parse_rates(cfg["rates"])
     for key in ("rounds", "cost_repeats", "cost_context"):
         if cfg[key] is not None and cfg[key] < 1:
             raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
@@ -55,7 +55,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None
     plain = engines[PLAIN]
-    identity = records.asked(target, chosen, params, cfg, cfg["rejection"]["name"]) | {
+    identity = records.run_identity(target, chosen, params, cfg, cfg["rejection"]["name"]) | {
         "rates": [str(level) for level in levels],
         "rounds": cfg["rounds"],
         **shape,
@@ -87,14 +87,14 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     capacity = None
     if any(not isinstance(level, str) for level in levels):
-        first = {PLAIN: serving.Record()}
+        first = {PLAIN: serving.RunRecord()}
         piece = tasks.groups(chosen, rows)[:1]
-        for _ in serving.take_turns({PLAIN: plain}, first, piece, None, params, cfg["seed"]):
+        for _ in serving.run_interleaved({PLAIN: plain}, first, piece, None, params, cfg["seed"]):
             pass
         capacity = len(piece[0]) / first[PLAIN].clock_s
 
-    written = records.Rows(out_dir / "requests.jsonl", keep=False)
-    records = {level: {name: serving.Record() for name in engines} for level in levels}
+    written = records.JsonlFile(out_dir / "requests.jsonl", keep=False)
+    records = {level: {name: serving.RunRecord() for name in engines} for level in levels}
     total = cfg["rounds"] * len(levels) * len(engines) * len(chosen)
     with report.one_bar("requests", total) as advance:
         for number in range(cfg["rounds"]):
@@ -102,7 +102,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                 afresh()
                 pieces = [[task] for task in chosen] if level == "one" else tasks.groups(chosen, rows)
                 rate = None if isinstance(level, str) else level * (capacity or 1.0)
-                turns = serving.take_turns(engines, records[level], pieces, rate, params, cfg["seed"], level == "one")
+                turns = serving.run_interleaved(engines, records[level], pieces, rate, params, cfg["seed"], level == "one")
                 for name, task, served, request in turns:
                     facts = {
                         "run": name,
@@ -115,7 +115,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                         "arrival_s": served.arrival_s,
                         "added_s": served.added_s,
                     }
-                    written.add({**records.row_of(task, 1, request, target.tokenizer, facts), "id": request.id})
+                    written.add({**records.request_record(task, 1, request, target.tokenizer, facts), "id": request.id})
                     advance(1, f"rate {level}, {name}")
     written.close()
 
@@ -127,12 +127,12 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             {f"{level} {key}": ids for level in levels for key, ids in side[level].answered.items()} for side in (own, base)
         ]
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
-        outputs, said = report.lossless_said(verifier, params.greedy, *merged)
+        outputs, said = report.lossless_verdict(verifier, params.greedy, *merged)
         found[name] = {
             "method": settings[name].resolved_method,
             "speculative_config": settings[name].model_dump(exclude_none=True),
             "num_speculative_tokens": proposer.num_speculative_tokens,
-            "num_speculative_tokens_said": k_said(settings[name], proposer.num_speculative_tokens),
+            "num_speculative_tokens_said": describe_k(settings[name], proposer.num_speculative_tokens),
             "lossless": verifier.lossless,
             "outputs": outputs,
             "outputs_said": said,
@@ -190,7 +190,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
     seconds = sum(step.draft_s + step.verify_s for step in record.steps)
     predicted = cost.predicted_seconds(record.steps, table)
     emitted = sum(int(step.emitted_B.sum()) for step in record.steps)
-    return stats.under_load(record.served) | {
+    return stats.serving_metrics(record.served) | {
         "decode_tokens_per_s": emitted / seconds if seconds else None,
         "predicted_tokens_per_s": emitted / predicted if predicted else None,
         "measured_over_predicted": predicted / seconds if seconds else None,
@@ -300,7 +300,7 @@ def parse(name: str, given: dict[str, Any], rejection: dict[str, Any]) -> Any:
     return parsed
 
 
-def k_said(settings: Any, most: int) -> str:
+def describe_k(settings: Any, most: int) -> str:
     """How many tokens are drafted, in a few characters."""
     if not most:
         return "-"

@@ -21,7 +21,7 @@ with script.one_line():
     import torch
 
     from specdec import method, rejection
-    from specdec.core import Context, Draft, Request, Silent
+    from specdec.core import Context, Draft, Request, StatelessProposer
     from specdec.engine import Engine
     from specdec.measure import bench
     from specdec.model.target import CausalLM, choose_device
@@ -100,12 +100,12 @@ def hugging_face(target: CausalLM, max_tokens: int) -> float:
     try:
         decode = bench.hugging_face(target.model, max_tokens, min_new_tokens=max_tokens)
         prompt = requests(1, max_tokens)[0].prompt_token_ids
-        return bench.side_by_side({"theirs": decode}, [prompt])["theirs"].tokens_per_s
+        return bench.run_side_by_side({"theirs": decode}, [prompt])["theirs"].tokens_per_s
     finally:
         target.model.set_attn_implementation("specdec")
 
 
-class Always(Silent):
+class Always(StatelessProposer):
     """Drafts K tokens for every row at no cost, so that only the loop and the target are timed."""
 
     def __init__(self, num_speculative_tokens: int):

@@ -30,7 +30,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.params import SamplingParams
 
     if cfg["checkpoint"] is not None:
-        config.take_checkpoint(cfg)
+        config.apply_checkpoint(cfg)
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
@@ -54,7 +54,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
     engine.policy = speculative.policy(target, proposer, cfg["max_batch_size"])
-    identity = records.asked(target, chosen, params, cfg, scheme) | {
+    identity = records.run_identity(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
         **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},
@@ -72,7 +72,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     print("warming up", file=sys.stderr)
     serving.warm_up(engine)
 
-    rows, steps = (records.Rows(out_dir / f"{what}.jsonl", keep=False) for what in ("requests", "steps"))
+    rows, steps = (records.JsonlFile(out_dir / f"{what}.jsonl", keep=False) for what in ("requests", "steps"))
     task_of: dict[str, tasks.Task] = {}
 
     def timed() -> Any:
@@ -83,16 +83,16 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     interrupted, exit_code, began, num_not_due = False, 0, 0.0, 0
     with report.one_bar("requests", len(coming)) as advance:
 
-        def told(turn: serving.Turn, _: Any) -> None:
+        def told(turn: serving.StepRecord, _: Any) -> None:
             nonlocal began
             began = engine.now() - turn.at_s
             steps.add(turn.row())
             advance(0, f"{turn.waiting} waiting, {turn.running} running")
 
-        sent = serving.send(engine, timed(), told)
+        sent = serving.run_open_loop(engine, timed(), told)
         try:
             for arrival_s, added_s, request in sent:
-                row = records.row_of(task_of.pop(request.id), 1, request, target.tokenizer, common)
+                row = records.request_record(task_of.pop(request.id), 1, request, target.tokenizer, common)
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
         except KeyboardInterrupt as error:
@@ -111,7 +111,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     edges = list(accumulate(seconds for seconds, _ in rates))
     phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg["num_requests"])
     busy = sum(turn["wall_s"] for turn in records.rows_in(out_dir / "steps.jsonl"))
-    overall = stats.under_load(served)
+    overall = stats.serving_metrics(served)
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
         "lossless": verifier.lossless,
@@ -150,4 +150,4 @@ if __name__ == "__main__":
     with script.one_line():
         from specdec import config
 
-        config.launch("load", run, *config.its_method())
+        config.launch("load", run, *config.method_of_checkpoint())

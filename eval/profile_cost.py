@@ -29,7 +29,7 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.policy import cost
 
     if cfg["checkpoint"] is not None:
-        config.take_checkpoint(cfg)
+        config.apply_checkpoint(cfg)
     for key in ("max_batch_size", "context", "repeats", "max_draft"):
         if cfg[key] is not None and cfg[key] < 1:
             raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
@@ -129,4 +129,4 @@ if __name__ == "__main__":
     with script.one_line():
         from specdec import config
 
-        config.launch("profile_cost", run, *config.its_method())
+        config.launch("profile_cost", run, *config.method_of_checkpoint())

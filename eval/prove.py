@@ -117,7 +117,7 @@ def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path)
     if not issubclass(drafter, Drafter):
         return {"method": name}
     if not (directory / "config.json").exists():
-        native.save(directory, drafter.fresh(target, {}, Init()), {}, "")
+        native.save(directory, drafter.init_checkpoint(target, {}, Init()), {}, "")
     return {"method": name, "model": str(directory)}
 
 

@@ -36,7 +36,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     # everything that a typo can break comes before the weights
     if cfg["checkpoint"] is not None:
-        config.take_checkpoint(cfg)
+        config.apply_checkpoint(cfg)
     params = SamplingParams(**cfg["sampling"])
     speculative = SpeculativeConfig.parse(config.speculative(cfg))
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
@@ -54,7 +54,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
     proposer, verifier = speculative.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    identity = records.asked(target, chosen, params, cfg, scheme) | {
+    identity = records.run_identity(target, chosen, params, cfg, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
         "drafter_weights": records.drafter_weights(speculative),
@@ -70,14 +70,14 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     for engine in engines:
         tasks.prepare(engine, chosen, params)
     names = ["none", name][-len(passes) :]
-    recorded: list[records.Rows] = []
-    if processes.leads:  # of several processes with the same answers, one writes
+    recorded: list[records.JsonlFile] = []
+    if processes.is_main:  # of several processes with the same answers, one writes
         records.claim(out_dir, cfg["resume"], identity)
         config.save(cfg, out_dir / "config.yaml")
-        recorded = [records.Rows(path) for path, _, _ in passes]
+        recorded = [records.JsonlFile(path) for path, _, _ in passes]
         for rows in recorded:
             report.check_rows(rows.rows, rows.path)
-    answered = processes.agree_object([rows.answered for rows in recorded])
+    answered = processes.broadcast_object([rows.answered for rows in recorded])
     common = [
         {
             "method": label,
@@ -88,31 +88,31 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         for label, (_, own, judge) in zip(names, passes, strict=True)
     ]
     done = {label: len(before) for label, before in zip(names, answered, strict=True)}
-    with report.progress(sum(len(task.turns) for task in chosen), processes.leads, **done) as advance:
+    with report.progress(sum(len(task.turns) for task in chosen), processes.is_main, **done) as advance:
         for group in tasks.groups(chosen, cfg["max_batch_size"]):
             for place, (label, before, engine) in enumerate(zip(names, answered, engines, strict=True)):
                 for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], before):
-                    if processes.leads:
-                        recorded[place].add(records.row_of(task, turn, request, target.tokenizer, common[place]))
+                    if processes.is_main:
+                        recorded[place].add(records.request_record(task, turn, request, target.tokenizer, common[place]))
                     advance(label)
     for rows in recorded:
         rows.close()
 
     lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in recorded[-1].rows] if recorded else []
     active_rows = min(cfg["max_batch_size"], len(chosen))
-    context = processes.agree_object(int(sum(lengths) / len(lengths)) if lengths else None)
+    context = processes.broadcast_object(int(sum(lengths) / len(lengths)) if lengths else None)
     verify_s = cost.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
-    if not processes.leads:
+    if not processes.is_main:
         return {}
     method_rows, plain_rows = recorded[-1], recorded[0]
     category_of = {row["id"]: row["category"] for row in method_rows.rows}
     plain = plain_rows.answered if len(passes) > 1 else None
-    short, said = report.lossless_said(verifier, params.greedy, method_rows.answered, plain)
+    short, said = report.lossless_verdict(verifier, params.greedy, method_rows.answered, plain)
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
         "lossless": verifier.lossless,
         "lossless_short": short,
-        "lossless_said": said,
+        "lossless_verdict": said,
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
         "resumed": cfg["resume"],
@@ -122,7 +122,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     has_own_cpu = target.device.type == "cpu" and processes.size == 1
     summary["busy"] = report.busy_reasons(summary, name, has_own_cpu) if len(passes) > 1 else []
     two_vocabularies = getattr(proposer, "vocabulary", None)
-    if isinstance(two_vocabularies, shared_vocab.Shared):
+    if isinstance(two_vocabularies, shared_vocab.SharedVocab):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     records.write_json(out_dir / "summary.json", summary)
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
@@ -160,5 +160,5 @@ if __name__ == "__main__":
         if "TORCHELASTIC_RUN_ID" in os.environ:
             from specdec.model import distributed
 
-            distributed.speak_once()
-        config.launch("eval", run, *config.its_method())
+            distributed.report_failure_once()
+        config.launch("eval", run, *config.method_of_checkpoint())

@@ -28,8 +28,14 @@ from specdec.files import parse_json, writing
 from specdec.script import fail, one_line
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-_DECIDING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
-_OPEN = ("logit_bias", "template_kwargs", "geometry", "checkpoints", "runs")  # keys whose value is the user's own mapping
+POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
+FREE_FORM_KEYS = (
+    "logit_bias",
+    "template_kwargs",
+    "geometry",
+    "checkpoints",
+    "runs",
+)  # keys whose value is the user's own mapping
 _NUMBER: tuple[Any, str] = (Annotated[int, Field(ge=0)] | None, "a number from 0 on, or null")
 _SOME: tuple[Any, str] = (Annotated[int, Field(ge=1)], "a number of at least 1")
 _COUNT: tuple[Any, str] = (Annotated[int, Field(ge=1)] | None, "a number of at least 1, or null")
@@ -173,7 +179,7 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
     keys = [override.key_or_group for override in overrides]
     if "speculative_config" in keys:
         for key in keys:
-            if key.split(".")[0] in ("method", "rejection", *_DECIDING):
+            if key.split(".")[0] in ("method", "rejection", *POLICY_KEYS):
                 raise ValueError(f"{key}= and speculative_config= say the same thing; leave one of them out")
     groups = [override for override in overrides if (CONF / override.key_or_group).is_dir()]
     for override in groups:
@@ -207,9 +213,9 @@ def _check(config_name: str, arguments: list[str], multirun: bool) -> DictConfig
             _check_type(override.key_or_group, each, defaults.get(override.key_or_group), config_name)
         for key, inner in _flat(override.key_or_group, value):
             parent = key.rpartition(".")[0]
-            if parent.split(".")[-1] in _OPEN and not str(override.input_line).startswith("+"):
+            if parent.split(".")[-1] in FREE_FORM_KEYS and not str(override.input_line).startswith("+"):
                 raise ValueError(f"{key}= is written {parent}={{{key.split('.')[-1]}: ...}}")
-            if key not in known and parent.split(".")[-1] not in _OPEN:
+            if key not in known and parent.split(".")[-1] not in FREE_FORM_KEYS:
                 raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
             if not override.is_sweep_override():
                 _check_type(key, inner, defaults.get(key), config_name)
@@ -253,7 +259,7 @@ def _swept(arguments: list[str]) -> set[str]:
 
 def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
     """A key and its value; where that is a mapping, the keys inside."""
-    if not isinstance(value, dict) or not value or key.split(".")[-1] in (*_OPEN, "speculative_config"):
+    if not isinstance(value, dict) or not value or key.split(".")[-1] in (*FREE_FORM_KEYS, "speculative_config"):
         return [(key, value)]
     return [pair for name, inner in value.items() for pair in _flat(f"{key}.{name}", inner)]
 
@@ -272,7 +278,7 @@ def _check_experiment(config_name: str, choice: str) -> None:
     composed = compose(config_name, picks)
     known = _keys(composed)
     for key in sorted(_keys(written)):
-        if key not in known and not any(part in _OPEN for part in key.split(".")[:-1]):
+        if key not in known and not any(part in FREE_FORM_KEYS for part in key.split(".")[:-1]):
             raise ValueError(f"experiment {choice!r}: unknown key {key!r}; {_nearest_key(key, known)}")
         value = OmegaConf.select(written, key)
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
@@ -388,7 +394,7 @@ def launch(config_name: str, run: Callable[[dict[str, Any]], object], *defaults:
             _name_by_object(cfg)
             plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             _check_name(plain)
-            _own_directory(plain)
+            _set_job_dir(plain)
             run(plain)
 
     with _plain_errors():
@@ -430,7 +436,7 @@ def _name_by_object(cfg: DictConfig) -> None:
         cfg.rejection = {"name": given.rejection_sample_method}
 
 
-def _own_directory(cfg: dict[str, Any]) -> None:
+def _set_job_dir(cfg: dict[str, Any]) -> None:
     """In a sweep, out_dir gets a folder per job, named by number and overrides."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -453,12 +459,12 @@ def speculative(cfg: dict[str, Any]) -> dict[str, Any] | str:
     """What the config says about the method and the rejection scheme, as vLLM's object: the groups, or the object itself."""
     if cfg["speculative_config"] is not None:
         return cfg["speculative_config"]
-    given = {**cfg["method"], **cfg["rejection"], **{key: cfg[key] for key in _DECIDING if cfg.get(key) not in (None, False)}}
+    given = {**cfg["method"], **cfg["rejection"], **{key: cfg[key] for key in POLICY_KEYS if cfg.get(key) not in (None, False)}}
     settings = {key: value for key, value in given.items() if value is not None and key != "name"}
     return {**settings, "method": cfg["method"]["name"], "rejection_sample_method": cfg["rejection"]["name"]}
 
 
-def take_checkpoint(cfg: dict[str, Any]) -> None:
+def apply_checkpoint(cfg: dict[str, Any]) -> None:
     """checkpoint=DIR is the model of the method that drafts with it."""
     if cfg["speculative_config"] is not None:
         raise ValueError("checkpoint= and speculative_config= say the same thing; put the directory into its key 'model'")
@@ -467,7 +473,7 @@ def take_checkpoint(cfg: dict[str, Any]) -> None:
     cfg["method"]["model"] = str(cfg["checkpoint"])
 
 
-def its_method() -> list[str]:
+def method_of_checkpoint() -> list[str]:
     """`method=` of the checkpoint on the command line, which says it itself where nobody else does."""
     given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     paths = given.get("checkpoint", "null").strip("'\"")

@@ -30,31 +30,31 @@ class Draft:
     length_B: int64, on the host, 0..K: lengths decide shapes, so reading them must not wait for a device.
     q_BKV: the exact law that each token was drawn from; None says deterministic (the law is one-hot).
     parent_BK: for trees; a chain has none.
-    evidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
-        proposer's `gives_evidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
+    confidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
+        proposer's `return_confidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
         token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
     finite_BK: whether the logits that each token was chosen from were free of nan and inf; None where there were none.
     proposer_B: which part of a composed proposer made each row's draft, by name.
-    paid_B: of a composed proposer, tokens of each row that its costly part drafted, the one that cost tables are of.
+    num_model_drafted_B: of a composed proposer, tokens of each row that its cost_proposer part drafted, the one that cost tables are of.
     """
 
     token_BK: Tensor
     length_B: Tensor
     q_BKV: Tensor | None = None
     parent_BK: Tensor | None = None
-    evidence_BKF: Tensor | None = None
+    confidence_BKF: Tensor | None = None
     proposer_B: list[str] | None = None
-    paid_B: np.ndarray | None = None
+    num_model_drafted_B: np.ndarray | None = None
     finite_BK: Tensor | None = None
 
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
         most = int(length_B.max(initial=0))
-        names = ("token_BK", "q_BKV", "evidence_BKF", "finite_BK")
+        names = ("token_BK", "q_BKV", "confidence_BKF", "finite_BK")
         columns = {name: x[:, :most] for name in names if (x := getattr(self, name)) is not None}
         return replace(self, length_B=torch.from_numpy(length_B), **columns)
 
-    def among(self, place_B: np.ndarray, num_rows: int) -> Draft:
+    def scatter_rows(self, place_B: np.ndarray, num_rows: int) -> Draft:
         """The same drafts as those of rows `place_B` of `num_rows`; the others have none."""
         if len(place_B) == num_rows:
             return self
@@ -72,9 +72,11 @@ class Draft:
             spread(self.token_BK),
             spread(self.length_B),
             None if self.q_BKV is None else spread(self.q_BKV),
-            evidence_BKF=None if self.evidence_BKF is None else spread(self.evidence_BKF),
+            confidence_BKF=None if self.confidence_BKF is None else spread(self.confidence_BKF),
             proposer_B=names,
-            paid_B=None if self.paid_B is None else spread(torch.from_numpy(self.paid_B)).numpy(),
+            num_model_drafted_B=None
+            if self.num_model_drafted_B is None
+            else spread(torch.from_numpy(self.num_model_drafted_B)).numpy(),
             finite_BK=None if self.finite_BK is None else spread(self.finite_BK),
         )
 
@@ -151,7 +153,7 @@ class RequestStats:
 @dataclass
 class Step:
     """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; cpu_s: of both phases, as in
-    RequestStats; at: its end on the engine's clock; paid_B: as in Draft."""
+    RequestStats; at: its end on the engine's clock; num_model_drafted_B: as in Draft."""
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -161,7 +163,7 @@ class Step:
     verify_s: float
     cpu_s: float
     at: float
-    paid_B: np.ndarray | None = None
+    num_model_drafted_B: np.ndarray | None = None
 
 
 @dataclass
@@ -193,8 +195,8 @@ class Context:
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
     max_draft_B: [B] how many tokens may be drafted for the row, 1 to K.
     last_token_B: int64 on the device, the last committed token.
-    stood_B: [B] how many tokens of the row's last draft stood; whatever else a proposer made of that draft is worth nothing.
-    uniform_BK: float64 on the device, the request's own noise for drawing draft tokens, if `needs_noise`.
+    num_accepted_prev_B: [B] how many tokens of the row's last draft stood; whatever else a proposer made of that draft is worth nothing.
+    uniform_BK: float64 on the device, the request's own noise for drawing draft tokens, if `needs_uniforms`.
     hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if `hidden_layers` asked for them;
         they stand at positions `length_B[b] - 1 - n .. length_B[b] - 2`.
     logits_BV: the target's raw logits that the last token was chosen from, if `needs_logits`.
@@ -206,12 +208,12 @@ class Context:
     length_B: np.ndarray
     max_draft_B: np.ndarray
     last_token_B: Tensor
-    stood_B: np.ndarray | None = None
+    num_accepted_prev_B: np.ndarray | None = None
     uniform_BK: Tensor | None = None
     hidden: list[Tensor] | None = None
     logits_BV: Tensor | None = None
 
-    def of(self, place_B: np.ndarray) -> Context:
+    def select_rows(self, place_B: np.ndarray) -> Context:
         """The same for some of the rows, by their places, ascending."""
         at_B = torch.from_numpy(place_B).to(self.last_token_B.device, non_blocking=True)
         return Context(
@@ -221,7 +223,7 @@ class Context:
             length_B=self.length_B[place_B],
             max_draft_B=self.max_draft_B[place_B],
             last_token_B=self.last_token_B[at_B],
-            stood_B=None if self.stood_B is None else self.stood_B[place_B],
+            num_accepted_prev_B=None if self.num_accepted_prev_B is None else self.num_accepted_prev_B[place_B],
             uniform_BK=None if self.uniform_BK is None else self.uniform_BK[at_B],
             hidden=None if self.hidden is None else [self.hidden[b] for b in place_B],
             logits_BV=None if self.logits_BV is None else self.logits_BV[at_B],
@@ -243,25 +245,25 @@ class Proposer(Protocol):
     num_speculative_tokens: int
     hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
     needs_logits: bool  # the logits that the last token was chosen from
-    needs_noise: bool  # uniforms to draw with
-    gives_evidence: bool  # set from outside: drafts come with evidence_BKF, if the proposer has any
-    num_evidence: int  # F of it; 0: it has none
+    needs_uniforms: bool  # uniforms to draw with
+    return_confidence: bool  # set from outside: drafts come with confidence_BKF, if the proposer has any
+    num_confidence_features: int  # F of it; 0: it has none
     parts: tuple[str, ...]  # names of the proposers that it is composed of, as in Draft.proposer_B; (): it is one itself
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
 
-    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         """The request leaves the row, finished (its `finish_reason` is set) or dropped. hidden: states of the tokens committed
         since the last `propose`, in parts of [n, T, D], if `hidden_layers` asked for them."""
 
     def propose(self, context: Context) -> Draft: ...
 
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         """Process the states of rows that have drafted nothing for long, so that they need not be kept. False: they must be."""
         ...
 
-    def more_bytes(self, rows: int, slots: int) -> int:
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
         """Bytes that growing its caches to that many rows and positions takes."""
         ...
 
@@ -272,79 +274,81 @@ class Proposer(Protocol):
 class Policy(Protocol):
     """Decides in every step how much is drafted for each row, and how much of that is verified.
 
-    A decision about position i may look at everything but the token drawn there (Draft.evidence_BKF says what is safe);
+    A decision about position i may look at everything but the token drawn there (Draft.confidence_BKF says what is safe);
     tokens that the drafter chose as likeliest are not drawn, and may be looked at.
     """
 
-    def begin(self, row: int) -> None:
+    def on_start(self, row: int) -> None:
         """A request takes a row."""
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         """[B] tokens to draft for each of the active rows, at most most_B."""
         ...
 
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+    def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         """[B] tokens of each draft that are verified."""
         ...
 
-    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
         """What came of a step: draft as it was verified, and how much of it stood."""
 
 
-class Steady:
+class FixedLengthPolicy:
     """Defaults for a policy: all that may be is drafted, and all that is drafted verified; nothing is learned."""
 
-    def begin(self, row: int) -> None:
+    def on_start(self, row: int) -> None:
         pass
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return most_B
 
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+    def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         return draft.length_B.numpy()
 
-    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
         pass
 
 
-class Silent:
+class StatelessProposer:
     """Defaults for a proposer that keeps no cache and asks nothing of the target."""
 
     num_speculative_tokens = 0
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
-    needs_noise = False
-    gives_evidence = False
-    num_evidence = 0
+    needs_uniforms = False
+    return_confidence = False
+    num_confidence_features = 0
     parts: tuple[str, ...] = ()
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         pass
 
-    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         pass
 
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         return False
 
-    def more_bytes(self, rows: int, slots: int) -> int:
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
         return 0
 
     def reserve(self, rows: int, slots: int) -> None:
         pass
 
 
-def ragged(drafts: list[np.ndarray], device: torch.device | str = "cpu", evidence: list[np.ndarray] | None = None) -> Draft:
+def draft_from_lists(
+    drafts: list[np.ndarray], device: torch.device | str = "cpu", evidence: list[np.ndarray] | None = None
+) -> Draft:
     """Pad host-side drafts of different lengths into one Draft. evidence: [n, F] of each draft's n tokens."""
     length_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
     token_BK = np.zeros((len(drafts), int(length_B.max(initial=0))), dtype=np.int64)
     for row, draft in zip(token_BK, drafts, strict=True):
         row[: len(draft)] = draft
-    evidence_BKF = None
+    confidence_BKF = None
     if evidence is not None:
         padded_BKF = np.zeros((*token_BK.shape, evidence[0].shape[1]), dtype=np.float32)
         for own, given in zip(padded_BKF, evidence, strict=True):
             own[: len(given)] = given
-        evidence_BKF = torch.from_numpy(padded_BKF).to(device, non_blocking=True)
+        confidence_BKF = torch.from_numpy(padded_BKF).to(device, non_blocking=True)
     token = torch.from_numpy(token_BK).to(device, non_blocking=True)
-    return Draft(token, torch.from_numpy(length_B), evidence_BKF=evidence_BKF)
+    return Draft(token, torch.from_numpy(length_B), confidence_BKF=confidence_BKF)

@@ -29,15 +29,15 @@ from torch import Tensor
 
 from specdec import sampling
 from specdec.core import Context, Draft, Policy, Proposer, Request, RequestStats, Step
-from specdec.model.kv import SlotCache, end_to_end, side_by_side
+from specdec.model.kv import SlotCache, pack_ragged, pad_ragged
 from specdec.model.target import CausalLM
 from specdec.rejection import Verifier
 
-LONG_OUT = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
+MAX_PENDING_STATES = 256  # tokens whose states are kept for a row that sits out, before the proposer has to take them in
 ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request
 # In place of a verdict's token: whose logits hold nan or inf; or that the request's own settings leave no token to sample.
 TARGET_NOT_FINITE, DRAFTER_NOT_FINITE, NOTHING_LEFT = -1, -2, -3
-EXTRA = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
+BONUS_COLUMN = -1  # the noise column that samples the extra token; the same for every draft length, so for any batch mates
 
 
 class Engine:
@@ -88,15 +88,15 @@ class Engine:
         self.prompt_R = np.zeros(max_batch_size, dtype=np.int64)  # prompt tokens
         self.cached_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens that the target's cache holds
         self.length_R = np.zeros(max_batch_size, dtype=np.int64)  # committed tokens
-        self.limit_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
-        self.most_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens to draft for the request in a step
-        self.stood_R = np.zeros(max_batch_size, dtype=np.int64)  # tokens of the last draft that stood
+        self.max_len_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens that the request may hold
+        self.max_draft_R = np.zeros(max_batch_size, dtype=np.int64)  # most tokens to draft for the request in a step
+        self.num_accepted_prev_R = np.zeros(max_batch_size, dtype=np.int64)  # tokens of the last draft that stood
         self.step_R = np.zeros(max_batch_size, dtype=np.int64)  # verdicts so far, the prefill's included
         self.seed_R = np.zeros(max_batch_size, dtype=np.int64)
-        self.simple_R = np.zeros(max_batch_size, dtype=bool)  # the next token is the argmax of the logits as they are
-        self.begun_R = np.zeros(max_batch_size, dtype=bool)  # the proposer knows of the request
+        self.argmax_only_R = np.zeros(max_batch_size, dtype=bool)  # the next token is the argmax of the logits as they are
+        self.started_R = np.zeros(max_batch_size, dtype=bool)  # the proposer knows of the request
         self.text_R = [""] * max_batch_size  # the answer so far, if the request has stop strings
-        self.since_R = np.zeros(max_batch_size)  # when the request took the row, then when its last tokens came
+        self.last_event_R = np.zeros(max_batch_size)  # when the request took the row, then when its last tokens came
         self.stop_RV = np.zeros((max_batch_size, target.vocab_size), dtype=bool)  # tokens that end the request
         self.token_RL = np.zeros((0, 0), dtype=np.int64)  # committed tokens
         self.hidden_R: list[list[Tensor]] = [[] for _ in range(max_batch_size)]
@@ -156,18 +156,18 @@ class Engine:
         while self.waiting or self.num_running:
             yield from self.step()
 
-    def clear(self) -> None:
+    def abort_all(self) -> None:
         """Drop every request that is waiting or running, as after an error or an interruption."""
         self.waiting.clear()
         for row, request in enumerate(self.request_R):
             if request is not None:
-                self._leave(row)
+                self._release_row(row)
 
     def _reserve(self, rows: int, slots: int) -> None:
         """Grow the caches, or say before anything runs that memory does not suffice."""
         rows, slots = max(rows, self.cache.rows), max(slots, self.cache.slots)
-        need = self.cache.more_bytes(rows, slots) + self.proposer.more_bytes(rows, slots)
-        have = self.processes.least(free_memory(self.target.device))
+        need = self.cache.bytes_to_grow(rows, slots) + self.proposer.bytes_to_grow(rows, slots)
+        have = self.processes.all_reduce_min(free_memory(self.target.device))
         if self.target.device.type == "cpu":  # which processes share
             have //= self.processes.on_this_machine
         if need > have:
@@ -202,7 +202,7 @@ class Engine:
             start_B, length_B = np.array([first]), np.array([last - first])
             # one row at a time: a prompt's numbers then do not depend on its neighbours', and no row is padded
             out = self.target.forward(self.cache, chunk, start_B, length_B, int(row), True, self.proposer.hidden_layers)
-            if out.hidden_NTD is not None and self.most_R[row]:
+            if out.hidden_NTD is not None and self.max_draft_R[row]:
                 self.hidden_R[row].append(out.hidden_NTD)
             self.cached_R[row] = last
             if last < self.prompt_R[row]:
@@ -210,13 +210,13 @@ class Engine:
                 request.stats.prefill_s += sum(clock.seconds())
                 request.stats.prefill_cpu_s += clock.cpu_seconds()
                 continue
-            if self.most_R[row] or not self.proposer.num_speculative_tokens:
-                self.proposer.begin(int(row), request)
-                self.begun_R[row] = True
+            if self.max_draft_R[row] or not self.proposer.num_speculative_tokens:
+                self.proposer.on_start(int(row), request)
+                self.started_R[row] = True
             if self.policy is not None:
-                self.policy.begin(int(row))
+                self.policy.on_start(int(row))
             rows = np.array([row])
-            finished += self._commit(rows, self._nothing(1), self._verify(rows, self._nothing(1), out.logits), clock)
+            finished += self._commit(rows, self._empty_draft(1), self._verify(rows, self._empty_draft(1), out.logits), clock)
         return finished
 
     def _admit(self, row: int, request: Request) -> None:
@@ -226,11 +226,11 @@ class Engine:
         self.token_RL[row, : len(ids)] = ids
         self.prompt_R[row] = self.length_R[row] = len(ids)
         self.cached_R[row] = self.step_R[row] = 0
-        self.limit_R[row], self.seed_R[row], self.since_R[row] = self.limit(request), request.seed, self.now()
-        request.stats.queue_s = float(self.since_R[row]) - request.added_at
+        self.max_len_R[row], self.seed_R[row], self.last_event_R[row] = self.limit(request), request.seed, self.now()
+        request.stats.queue_s = float(self.last_event_R[row]) - request.added_at
         asked, most = request.params.num_speculative_tokens, self.proposer.num_speculative_tokens
-        self.most_R[row] = most if asked is None else asked
-        self.simple_R[row] = request.params.greedy and request.params.plain
+        self.max_draft_R[row] = most if asked is None else asked
+        self.argmax_only_R[row] = request.params.greedy and request.params.plain
         self.stop_RV[row] = False
         self.stop_RV[row, self._stop_ids(request)] = True
         self.hidden_R[row], self.text_R[row] = [], ""
@@ -258,26 +258,26 @@ class Engine:
         start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows], count_R[rows] = length_B - 1, count_B
         out = self.target.forward(
-            self.cache, end_to_end(token_BJ, count_B), start_R, count_R, hidden_layers=self.proposer.hidden_layers
+            self.cache, pack_ragged(token_BJ, count_B), start_R, count_R, hidden_layers=self.proposer.hidden_layers
         )
         told = self._verify(rows, draft, out.logits)
         drafted_B = draft.length_B.numpy() > 0
-        self.stood_R[rows[drafted_B]] = told.accepted_B[drafted_B]
+        self.num_accepted_prev_R[rows[drafted_B]] = told.accepted_B[drafted_B]
         if self.policy is not None:
-            self.policy.learn(rows, draft, told.accepted_B)
+            self.policy.observe(rows, draft, told.accepted_B)
         return self._commit(rows, draft, told, clock, out.hidden_NTD, trimmed_B)
 
     def _draft(self, rows: np.ndarray, length_B: np.ndarray) -> tuple[Draft, np.ndarray]:
         """What is to be verified of each row, and how many tokens were drafted beside."""
         # a step emits at least one token of its own, so more than the rest of the budget less one is waste
-        most_B = np.minimum(self.most_R[rows], self.limit_R[rows] - length_B - 1)
+        most_B = np.minimum(self.max_draft_R[rows], self.max_len_R[rows] - length_B - 1)
         # what hangs on measured times is one process's decision
-        want_B = most_B if self.policy is None else self.processes.agree(self.policy.lengths(rows, most_B))
+        want_B = most_B if self.policy is None else self.processes.broadcast(self.policy.draft_lengths(rows, most_B))
         some = np.flatnonzero(want_B)
         if self.proposer.hidden_layers and len(some) < len(rows):
-            self._let_take_in(rows, length_B, np.flatnonzero((want_B == 0) & (most_B > 0)))
+            self._catch_up_idle_rows(rows, length_B, np.flatnonzero((want_B == 0) & (most_B > 0)))
         if not len(some):
-            return self._nothing(len(rows)), np.zeros(len(rows), dtype=np.int64)
+            return self._empty_draft(len(rows)), np.zeros(len(rows), dtype=np.int64)
         context = self._context(rows[some], length_B[some], want_B[some])
         draft = self.proposer.propose(context)
         if (draft.length_B.numpy() > context.max_draft_B).any():
@@ -285,34 +285,36 @@ class Engine:
             raise ValueError(
                 f"{who}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
             )
-        draft = self._agreed(draft).among(some, len(rows))
-        made_B, self.stood_R[rows[some]] = draft.length_B.numpy(), 0
-        kept_B = made_B if self.policy is None else self.processes.agree(self.policy.kept(rows, draft))
+        draft = self._agreed(draft).scatter_rows(some, len(rows))
+        made_B, self.num_accepted_prev_R[rows[some]] = draft.length_B.numpy(), 0
+        kept_B = made_B if self.policy is None else self.processes.broadcast(self.policy.verify_lengths(rows, draft))
         return draft.cut(kept_B), made_B - kept_B
 
     def _agreed(self, draft: Draft) -> Draft:
         """The first process's tokens. The others' are the same, unless a proposer of a user's own is not a pure function."""
         if self.processes.size == 1:
             return draft
-        length_B = self.processes.agree(draft.length_B.numpy())
+        length_B = self.processes.broadcast(draft.length_B.numpy())
         most = int(length_B.max(initial=0))
         token_BK = F.pad(draft.token_BK, (0, most - draft.token_BK.shape[1]))  # a negative number cuts
         if most:
-            token_BK = self.processes.agree_tensor(token_BK)
+            token_BK = self.processes.broadcast_tensor(token_BK)
         finite_BK = None if draft.finite_BK is None else draft.finite_BK[:, :most]
         return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B), finite_BK=finite_BK)
 
-    def _let_take_in(self, rows: np.ndarray, length_B: np.ndarray, idle: np.ndarray) -> None:
+    def _catch_up_idle_rows(self, rows: np.ndarray, length_B: np.ndarray, idle: np.ndarray) -> None:
         """The proposer may process the states of idle rows that have sat out for long."""
-        long = np.array([b for b in idle if sum(len(part) for part in self.hidden_R[rows[b]]) > LONG_OUT], dtype=np.int64)
+        long = np.array(
+            [b for b in idle if sum(len(part) for part in self.hidden_R[rows[b]]) > MAX_PENDING_STATES], dtype=np.int64
+        )
         if len(long):
             context = self._context(rows[long], length_B[long], np.zeros(len(long), dtype=np.int64))
-            if not self.proposer.take_in(context):
+            if not self.proposer.catch_up(context):
                 assert context.hidden is not None
                 for row, hidden_nTD in zip(rows[long], context.hidden, strict=True):
                     self.hidden_R[row] = [hidden_nTD]
 
-    def _nothing(self, num_rows: int) -> Draft:
+    def _empty_draft(self, num_rows: int) -> Draft:
         """No draft for any row."""
         empty = torch.zeros(num_rows, 0, dtype=torch.int64, device=self.target.device)
         names = [""] * num_rows if self.proposer.parts else None
@@ -320,7 +322,7 @@ class Engine:
 
     def _context(self, rows: np.ndarray, length_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
         num_draft, uniform_BK = self.proposer.num_speculative_tokens, None
-        if self.proposer.needs_noise:
+        if self.proposer.needs_uniforms:
             seed_B1, step_B1 = self.seed_R[rows, None], self.step_R[rows, None]
             uniform_BK = self._on_device(sampling.uniforms(seed_B1, sampling.DRAFT, step_B1, np.arange(num_draft)))
         hidden = None
@@ -335,44 +337,44 @@ class Engine:
             length_B=length_B,
             max_draft_B=max_draft_B,
             last_token_B=self._on_device(self.token_RL[rows, length_B - 1]),
-            stood_B=self.stood_R[rows],
+            num_accepted_prev_B=self.num_accepted_prev_R[rows],
             uniform_BK=uniform_BK,
             hidden=hidden,
             logits_BV=None if self.logits_RV is None else self.logits_RV[self._on_device(rows)],
         )
 
-    def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> Told:
+    def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> HostVerdict:
         """Logits of each row's last token and draft, end to end, to a verdict on the host: the step's one synchronisation."""
         count_B, num_positions = draft.length_B.numpy() + 1, draft.token_BK.shape[1] + 1
-        if not self.processes.leads:  # one process judges, and tells the others
+        if not self.processes.is_main:  # one process judges, and tells the others
             nobody_B = np.zeros(len(rows), dtype=np.int64)
-            told = Told(nobody_B, nobody_B, draft.token_BK.cpu().numpy())
-        elif self.verifier.lossless and self.simple_R[rows].all():
+            told = HostVerdict(nobody_B, nobody_B, draft.token_BK.cpu().numpy())
+        elif self.verifier.lossless and self.argmax_only_R[rows].all():
             told = self._verify_greedy(draft, logits_NV)
         else:
             params = [self._request(row).params for row in rows]
-            logits_BJV = side_by_side(logits_NV, count_B, num_positions)
+            logits_BJV = pad_ragged(logits_NV, count_B, num_positions)
             raw_N = None
             if not all(p.plain for p in params):
                 # bias, penalties and min_tokens may hide what is not finite, or make it
                 raw_N = logits_BJV.flatten(0, 1).amax(-1)
-                logits_BJV = self._adjust(rows, draft, logits_BJV)
+                logits_BJV = self._apply_penalties(rows, draft, logits_BJV)
             row_N = torch.arange(len(rows), device=logits_NV.device).repeat_interleave(num_positions)
             flat_NV = logits_BJV.flatten(0, 1).float()
             most_N = flat_NV.amax(-1)
             p_BJV = sampling.probs(flat_NV, params, row_N, most_N).view_as(logits_BJV)
-            verdict = self.verifier(draft, p_BJV, self._noise(rows, num_positions))
+            verdict = self.verifier(draft, p_BJV, self._verify_uniforms(rows, num_positions))
             finite_B, left_B = (
                 sampling.finite(x).view(len(rows), -1).all(1) for x in (most_N if raw_N is None else raw_N, most_N)
             )
             token_B = torch.where(finite_B, torch.where(left_B, verdict.token_B, NOTHING_LEFT), TARGET_NOT_FINITE)
             columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _tokens_for_host(draft)]
             host = torch.cat(columns, 1).cpu().numpy()
-            told = Told(host[:, 0], host[:, 1], host[:, 2:])
+            told = HostVerdict(host[:, 0], host[:, 1], host[:, 2:])
         bad_BK = (told.draft_BK < 0) & (np.arange(num_positions - 1) < count_B[:, None] - 1)
         told.token_B = np.where(bad_BK.any(1) & (told.token_B >= 0), DRAFTER_NOT_FINITE, told.token_B)
         if self.processes.size > 1:
-            told.accepted_B, told.token_B = self.processes.agree(np.stack([told.accepted_B, told.token_B]))
+            told.accepted_B, told.token_B = self.processes.broadcast(np.stack([told.accepted_B, told.token_B]))
         if (told.token_B < 0).any():
             self._refuse_not_finite(rows, draft, told.token_B)
         if self.proposer.needs_logits:
@@ -382,7 +384,7 @@ class Engine:
             self.logits_RV[self._on_device(rows)] = logits_NV[self._on_device(chosen_B)]
         return told
 
-    def _verify_greedy(self, draft: Draft, logits_NV: Tensor) -> Told:
+    def _verify_greedy(self, draft: Draft, logits_NV: Tensor) -> HostVerdict:
         """`match.compare` with the argmax, on the host: what every lossless scheme comes to when all rows are greedy."""
         count_B, (num_rows, num_draft) = draft.length_B.numpy() + 1, draft.token_BK.shape
         most, best = logits_NV.max(-1)  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
@@ -391,13 +393,13 @@ class Engine:
         draft_BK, best_N = host[: num_rows * num_draft].reshape(num_rows, num_draft), host[num_rows * num_draft :]
         first_B = np.cumsum(count_B) - count_B
         if num_draft == 0:
-            return Told(np.zeros(num_rows, dtype=np.int64), best_N, draft_BK)
+            return HostVerdict(np.zeros(num_rows, dtype=np.int64), best_N, draft_BK)
         position_K = np.arange(num_draft)
         best_BK = best_N[first_B[:, None] + np.minimum(position_K, count_B[:, None] - 1)]
         wrong_BK = (draft_BK != best_BK) | (position_K >= count_B[:, None] - 1)
         accepted_B = np.where(wrong_BK.any(1), wrong_BK.argmax(1), num_draft)
         worst_B = np.minimum.reduceat(best_N, first_B)  # one position that is not finite spoils the row's slots
-        return Told(accepted_B, np.where(worst_B < 0, worst_B, best_N[first_B + accepted_B]), draft_BK)
+        return HostVerdict(accepted_B, np.where(worst_B < 0, worst_B, best_N[first_B + accepted_B]), draft_BK)
 
     def _refuse_not_finite(self, rows: np.ndarray, draft: Draft, token_B: np.ndarray) -> None:
         """Raise ValueError, one line, for logits that hold nan or inf. All requests are dropped: what the caches hold of them
@@ -413,15 +415,15 @@ class Engine:
             what = (
                 f"the drafter's logits (method {names[b]}) are not finite (nan or inf); use another drafter, or another dtype"
             )
-        self.clear()
-        for owner in (self, self.proposer, *(turn.proposer for turn in getattr(self.proposer, "turns", ()))):
+        self.abort_all()
+        for owner in (self, self.proposer, *(turn.proposer for turn in getattr(self.proposer, "components", ()))):
             if (cache := getattr(owner, "cache", None)) is not None:
                 cache.wipe()
         raise ValueError(f"request {request.id}, after {length} tokens: {what}")
 
-    def _adjust(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
+    def _apply_penalties(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
         prompt_BV, output_BV = (None, None) if self.counts_RV is None else (c[self._on_device(rows)] for c in self.counts_RV)
-        return sampling.adjust(
+        return sampling.apply_penalties(
             logits_BJV,
             [self._request(row).params for row in rows],
             prompt_BV,
@@ -432,14 +434,14 @@ class Engine:
             [self._stop_ids(self._request(row)) for row in rows],
         )
 
-    def _noise(self, rows: np.ndarray, num_positions: int) -> Tensor:
+    def _verify_uniforms(self, rows: np.ndarray, num_positions: int) -> Tensor:
         """u_BJ of the rejection scheme. Token n of a request is sampled with (seed, n) when the draft is empty, under every
         scheme; so `none` is the same under all of them, and `match` reproduces it."""
         seed_B1, position_J = self.seed_R[rows, None], np.arange(num_positions)
         if self.verifier.keyed_by == "position":
-            index, column = (self.length_R[rows] - self.prompt_R[rows])[:, None] + position_J, np.array(EXTRA)
+            index, column = (self.length_R[rows] - self.prompt_R[rows])[:, None] + position_J, np.array(BONUS_COLUMN)
         else:
-            index, column = self.step_R[rows, None], np.where(position_J == num_positions - 1, EXTRA, position_J)
+            index, column = self.step_R[rows, None], np.where(position_J == num_positions - 1, BONUS_COLUMN, position_J)
         u_BJ = sampling.uniforms(seed_B1, sampling.VERIFY, index, column)
         return self._on_device(u_BJ)
 
@@ -447,7 +449,7 @@ class Engine:
         self,
         rows: np.ndarray,
         draft: Draft,
-        told: Told,
+        told: HostVerdict,
         clock: Clock,
         hidden_NTD: Tensor | None = None,
         trimmed_B: np.ndarray | None = None,
@@ -459,7 +461,7 @@ class Engine:
         emit_BJ = np.where(position_J < accepted_B[:, None], emit_BJ, told.token_B[:, None])
 
         # stop rules: what comes after a stop token, a stop string or the length limit is neither output nor accepted
-        count_B = np.minimum(accepted_B + 1, self.limit_R[rows] - length_B)
+        count_B = np.minimum(accepted_B + 1, self.max_len_R[rows] - length_B)
         stop_BJ = self.stop_RV[rows[:, None], emit_BJ] & (position_J < count_B[:, None])
         stopped_B = stop_BJ.any(1)
         count_B = np.where(stopped_B, stop_BJ.argmax(1) + 1, count_B)
@@ -480,7 +482,7 @@ class Engine:
         if hidden_NTD is not None:
             parts = hidden_NTD.split((draft.length_B + 1).tolist())
             for row, part, count in zip(rows, parts, count_B, strict=True):
-                if self.most_R[row]:
+                if self.max_draft_R[row]:
                     self.hidden_R[row].append(part[:count])
 
         clock.mark()
@@ -488,14 +490,16 @@ class Engine:
         if trimmed_B is not None and self.steps is not None:
             drafted_B, draft_s, verify_s = draft.length_B.numpy(), *times
             made_B, stood_B = drafted_B + trimmed_B, np.minimum(accepted_B, count_B)
-            self.steps.append(Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, cpu_s, now, draft.paid_B))
+            self.steps.append(
+                Step(made_B, drafted_B, stood_B, count_B, draft_s, verify_s, cpu_s, now, draft.num_model_drafted_B)
+            )
         finished = []
         for b, row in enumerate(rows):
             stats = self._request(row).stats
             if self.step_R[row] == 1:
                 stats.prefill_s += sum(times)
                 stats.prefill_cpu_s += cpu_s
-                stats.time_to_first_token_s = now - float(self.since_R[row])
+                stats.time_to_first_token_s = now - float(self.last_event_R[row])
             else:
                 draft_s, verify_s = times
                 stats.add(
@@ -506,13 +510,13 @@ class Engine:
                     verify_s,
                     num_rows,
                     trimmed=0 if trimmed_B is None else int(trimmed_B[b]),
-                    wall_s=now - float(self.since_R[row]),
+                    wall_s=now - float(self.last_event_R[row]),
                     proposer=None if draft.proposer_B is None else draft.proposer_B[b],
                     cpu_s=cpu_s,
                 )
                 stats.decode_s += stats.wall_s[-1]
-            self.since_R[row] = now
-            if stopped_B[b] or self.length_R[row] >= self.limit_R[row]:
+            self.last_event_R[row] = now
+            if stopped_B[b] or self.length_R[row] >= self.max_len_R[row]:
                 finished.append(self._finish(row, bool(stopped_B[b])))
         return finished
 
@@ -524,15 +528,15 @@ class Engine:
         eos = [] if request.params.ignore_eos else self.target.eos_token_ids
         if stopped and request.stop_reason is None and last in request.params.stop_token_ids and last not in eos:
             request.stop_reason = last
-        self._leave(row)
+        self._release_row(row)
         return request
 
-    def _leave(self, row: int) -> None:
-        if self.begun_R[row]:
-            self.proposer.end(int(row), self.hidden_R[row])
-        self.begun_R[row] = False
+    def _release_row(self, row: int) -> None:
+        if self.started_R[row]:
+            self.proposer.on_finish(int(row), self.hidden_R[row])
+        self.started_R[row] = False
         self.request_R[row] = None
-        for of_row in (self.prompt_R, self.cached_R, self.length_R, self.step_R, self.most_R, self.stood_R):
+        for of_row in (self.prompt_R, self.cached_R, self.length_R, self.step_R, self.max_draft_R, self.num_accepted_prev_R):
             of_row[row] = 0
 
     # ---------------------------------------------------------------- small things
@@ -586,7 +590,7 @@ def _tokens_for_host(draft: Draft) -> Tensor:
 
 
 @dataclass
-class Told:
+class HostVerdict:
     """A verdict and the drafts it is about, on the host. token_B: below 0 where there is no verdict (`TARGET_NOT_FINITE`)."""
 
     accepted_B: np.ndarray

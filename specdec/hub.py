@@ -119,12 +119,12 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
             raise ValueError(f"{directory}: no config.json, so this is not a model directory; give the folder that holds it")
         return checked(directory)
     if name in EMBEDDED:
-        return _once(cache_dir() / name, lambda temporary: _convert(name, temporary))
+        return make_once(cache_dir() / name, lambda temporary: _convert(name, temporary))
     kind, _, rest = name.partition("-")
     if kind == "tiny" and "/" not in name:
         return tiny(rest or "llama")
     if kind == "random" and "/" not in name:
-        return random(rest)
+        return random_model(rest)
     if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
@@ -209,7 +209,7 @@ def load_config(path: str | Path) -> Any:
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
-def _once(directory: Path, make: Any) -> Path:
+def make_once(directory: Path, make: Any) -> Path:
     """Make a directory under a temporary name and rename it when whole: what has the final name is complete."""
     if not directory.exists():
         temporary = directory.with_name(f".{directory.name}-{secrets.token_hex(4)}")
@@ -328,10 +328,10 @@ def tiny(architecture: str = "llama", seed: int = 0) -> Path:
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
         _byte_tokenizer().save_pretrained(directory)
 
-    return _once(cache_dir() / f"tiny-{architecture}-v1-seed{seed}", make)
+    return make_once(cache_dir() / f"tiny-{architecture}-v1-seed{seed}", make)
 
 
-def random(shape: str) -> Path:
+def random_model(shape: str) -> Path:
     """The directory of a random model of a real shape: a config and a tokenizer; weights are drawn when it is loaded."""
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}; {nearest(shape, SHAPES)}")
@@ -346,7 +346,7 @@ def random(shape: str) -> Path:
         (directory / "random.json").write_text(json.dumps({"shape": shape, "weights": "drawn at load, seed 0"}))
         _byte_tokenizer().save_pretrained(directory)
 
-    return _once(cache_dir() / f"random-{shape}-v1", make)
+    return make_once(cache_dir() / f"random-{shape}-v1", make)
 
 
 def is_random(path: Path) -> bool:

@@ -216,14 +216,14 @@ class SpeculativeConfig(Checked):
             table = cost.load(self.cost_table)
             cost.check_fits(table, target, proposer)
         else:
-            if target.processes.leads:
+            if target.processes.is_main:
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
             table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size))
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
-        if auto and proposer.num_evidence and adaptive.drafts_are_free(table, most):
+        if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, most):
             auto, trims = False, True  # the draft itself is looked at before its length is chosen
-        proposer.gives_evidence = trims
-        return Adaptive(table, most, max_batch_size, auto, trims, proposer.num_evidence, scheduled)
+        proposer.return_confidence = trims
+        return Adaptive(table, most, max_batch_size, auto, trims, proposer.num_confidence_features, scheduled)
 
     def check_processes(self, size: int) -> None:
         """Raise ValueError, one line, if the drafter cannot be cut as asked. size: the target's tensor_parallel_size."""
@@ -541,9 +541,9 @@ class LLM:
         from tqdm import tqdm
 
         # what an error or an interruption left behind belongs to nobody
-        self.engine.clear()
+        self.engine.abort_all()
         finished = self.engine.run(requests)
-        silent = not use_tqdm or not self.target.processes.leads
+        silent = not use_tqdm or not self.target.processes.is_main
         for request in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
             self._totals.add(request)
         return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]

@@ -32,8 +32,8 @@ class SamplingParams(Checked):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     max_tokens: int | None = Field(16, ge=1)
     min_tokens: int = Field(0, ge=0)
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop: list[str] = Field([])
+    stop_token_ids: list[int] = Field([])
     ignore_eos: bool = False
     speculative_config: dict[str, Any] | None = None  # {"num_speculative_tokens": n}: for this request at most n; 0: none
     include_stop_str_in_output: bool = False

@@ -111,7 +111,7 @@ def _top_k_top_p(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor)
     return torch.full_like(logits_NV, -torch.inf).scatter(-1, order_NV, sorted_NV)
 
 
-def adjust(
+def apply_penalties(
     logits_BJV: Tensor,
     params: list[SamplingParams],
     prompt_BV: Tensor | None,
@@ -160,7 +160,7 @@ def adjust(
     return logits_BJV
 
 
-def draw(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     """How every drafter chooses: [B] tokens, the law [B, V] that they were drawn from, and the largest logits (see `finite`).
     Without uniforms the argmax, at every temperature (its law is one-hot, and not written down); with them by inverse CDF from
     softmax(logits / T)."""

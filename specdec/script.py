@@ -46,7 +46,7 @@ def fail(message: object) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from specdec.model import distributed
 
-        if (speaks := distributed.is_first_to_fail()) is not None:
+        if (speaks := distributed.claim_failure_report()) is not None:
             if speaks:  # at once: when the first has ended, torchrun ends the others
                 print(f"error: {line}", file=sys.stderr, flush=True)
             sys.exit(1)

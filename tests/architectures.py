@@ -27,7 +27,7 @@ from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -389,11 +389,11 @@ def try_out(case: Case, directory: Path) -> Outcome:
 
 def learn(target: CausalLM, want: list[list[int]], outcome: Outcome) -> None:
     """Features of a sample, a loss on them whose gradient is finite, and drafts by what they feed."""
-    source = Online(target, [0, 1])
+    source = OnlineFeatures(target, [0, 1])
     ids = np.array(prompts()[3])
     batch = source([Sample("a", ids, np.arange(len(ids)) > 4)])
     eagle3: Any = method.find("eagle3")
-    checkpoint = eagle3.fresh(target, {"eagle_aux_hidden_state_layer_ids": [0, 1, target.num_layers]}, Init())
+    checkpoint = eagle3.init_checkpoint(target, {"eagle_aux_hidden_state_layer_ids": [0, 1, target.num_layers]}, Init())
     drafter = eagle3(target, checkpoint, 3)
     drafter.for_training(drafter.objective, Init())
     loss, _ = drafter.loss(batch)

@@ -539,7 +539,7 @@ def drafters() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for name, architecture in {"eagle3": {}, "mlp": {}, "mtp": {}, "eagle": {}, "peagle": {}}.items():
         init = Init(train_lm_head=name not in ("eagle", "mtp"))
-        made = method.find(name).fresh(target, architecture, init)  # type: ignore[attr-defined]
+        made = method.find(name).init_checkpoint(target, architecture, init)  # type: ignore[attr-defined]
         found[name] = root / name
         found[name].mkdir()
         native.save(found[name], made, {}, "")
@@ -790,7 +790,7 @@ def trace_cases() -> Iterator[Case]:
         rates | {"phase of text": [["a", 1]], "phase of three": [[1, 2, 3]], "phase of 0 s": [[0, 1]], "pause only": [[1, 0]]}
     ).items():
         yield Case("traces", f"request_rate {name}", lambda _, value=value: serving.phases(value), ("request_rate",))
-        yield Case("traces", f"rates {name}", lambda _, value=value: serving.levels(value), ("rates",))
+        yield Case("traces", f"rates {name}", lambda _, value=value: serving.parse_rates(value), ("rates",))
 
 
 def cost_cases() -> Iterator[Case]:
@@ -939,7 +939,7 @@ def manifest_cases() -> Iterator[Case]:
             (scratch / "manifest.json").write_bytes(content)
             if weights:
                 save_file({"token_ids": torch.zeros(3, dtype=torch.int64)}, scratch / "hidden_states_00000.safetensors")
-            return features.Artifacts(scratch, target, (1,))
+            return features.StoredFeatures(scratch, target, (1,))
 
         return Case("manifests", name, action)
 

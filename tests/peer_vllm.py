@@ -43,7 +43,7 @@ Steps = list[tuple[int, int]]  # (drafted, accepted) of every step after prefill
 
 @dataclass
 class Case:
-    """One comparison. ours, theirs: the speculative_config of either side; drafter and format: what is trained and exported
+    """One comparison. ours, theirs: the speculative_config of either side; drafter and format: what is trained and to_checkpoint
     for it, whose directories become `model`; needs: a module that vLLM wants for it."""
 
     name: str
@@ -272,12 +272,12 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
             rows.append({"case": case.name, "reason": f"left out: {case.needs} is not in vLLM's environment"})
             continue
         try:
-            run = exported = None
+            run = to_checkpoint = None
             if case.drafter is not None:
                 run = train(case.drafter, data, out / "runs", arguments.max_steps)
-                exported = export(run, case.format, out / f"{case.drafter}-{case.format}")
+                to_checkpoint = export(run, case.format, out / f"{case.drafter}-{case.format}")
             ours = ours_of(directory, case, prompts, arguments.max_tokens, str(run) if run else None)
-            theirs, version = theirs_of(arguments.vllm, directory, case, prompts, arguments.max_tokens, out, exported)
+            theirs, version = theirs_of(arguments.vllm, directory, case, prompts, arguments.max_tokens, out, to_checkpoint)
             rows.append(row(case, ours, theirs, arguments.max_tokens))
         except RuntimeError as error:
             rows.append({"case": case.name, "reason": f"FAILED {error}", "failed": True})

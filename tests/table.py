@@ -51,7 +51,7 @@ class TokenCache:
         self.rows, self.slots = 0, 0
         self.token_RS = np.zeros((0, 0), dtype=np.int64)
 
-    def more_bytes(self, rows: int, slots: int) -> int:
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
         return 8 * (max(rows, self.rows) * max(slots, self.slots) - self.rows * self.slots)
 
     def reserve(self, rows: int, slots: int) -> None:
@@ -380,7 +380,7 @@ def with_models(name: str, settings: dict[str, Any], target: CausalLM, drafters:
         ids = np.array([0, 2]) if model == "fresh-reduced" else None
         drafter: Any = method.find(name)
         architecture = {"num_modules": NUM_DRAFT} if model == "fresh-modules" else {}
-        settings = settings | {"model": drafter.fresh(target, architecture, Init(scale_features=False), ids)}
+        settings = settings | {"model": drafter.init_checkpoint(target, architecture, Init(scale_features=False), ids)}
     elif model == "same":
         settings = settings | {"model": target}
     elif model in ("noisy", "negated"):
@@ -400,16 +400,16 @@ class Restless:
     def __init__(self, most: int = NUM_DRAFT) -> None:
         self.most, self.rng = most, np.random.default_rng(3)
 
-    def begin(self, row: int) -> None:
+    def on_start(self, row: int) -> None:
         pass
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return np.minimum(most_B, self.rng.integers(0, self.most + 1, len(rows)) * (self.rng.random(len(rows)) < 0.8))
 
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+    def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         return np.minimum(draft.length_B.numpy(), self.rng.integers(0, self.most + 1, len(rows)))
 
-    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
         assert (accepted_B <= draft.length_B.numpy()).all()
 
 
@@ -423,7 +423,9 @@ def costs(most: int = NUM_DRAFT, verify: float = 0.12, draft: float = 0.05) -> C
 
 
 def adapting(drafting: Proposer, rows: int, **what: bool) -> Adaptive:
-    return Adaptive(costs(), drafting.num_speculative_tokens, rows, num_evidence=drafting.num_evidence, **what)
+    return Adaptive(
+        costs(), drafting.num_speculative_tokens, rows, num_confidence_features=drafting.num_confidence_features, **what
+    )
 
 
 POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
@@ -436,7 +438,7 @@ POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
 
 
 def policy(name: str, drafting: Proposer, rows: int) -> Policy:
-    drafting.gives_evidence = name in ("trims", "both")
+    drafting.return_confidence = name in ("trims", "both")
     return POLICIES[name](drafting, rows)
 
 
@@ -446,7 +448,7 @@ def policy(name: str, drafting: Proposer, rows: int) -> Policy:
 class OwnLaw:
     """Draws ragged drafts from laws of its own, which depend on the token before and on the place."""
 
-    needs_noise = True
+    needs_uniforms = True
 
     def __init__(self, num_speculative_tokens: int, target: TableLM) -> None:
         shape = (num_speculative_tokens, target.vocab_size, target.vocab_size)

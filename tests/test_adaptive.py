@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from table import NUM_DRAFT, POLICIES, TableLM, costs, methods, policy, proposer, scheme
-from test_engine import TABLE, make, outputs, prompts, slow_decode
+from test_engine import TABLE, decode_reference, make, outputs, prompts
 from test_engine_law import TABLE as SMALL
 from test_engine_law import adverse, decode, drafts_of, misfit
 from torch import Tensor
@@ -24,7 +24,7 @@ from specdec.llm import LLM, SpeculativeConfig
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy import adaptive, cost
-from specdec.policy.adaptive import Acceptance, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
+from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
 from specdec.policy.cost import CostTable
 
 
@@ -50,7 +50,7 @@ def test_output_is_plain_decodings(case: Case, name: str) -> None:
         engine = Engine(TABLE, drafting, scheme(rejecting), rows, prefill_chunk_size=3, policy=policy(name, drafting, rows))
         requests = [make(p, i, max_tokens=20, temperature=temperature) for i, p in enumerate(prompts(2 + rows))]
         assert len(list(engine.run(requests))) == len(requests)
-        assert outputs(requests) == [slow_decode(TABLE.logits_after, request)[0] for request in requests]
+        assert outputs(requests) == [decode_reference(TABLE.logits_after, request)[0] for request in requests]
 
 
 @pytest.mark.parametrize("case", [case for case in DRAFTING if "greedy" not in case.id and "same" not in case.id])
@@ -78,7 +78,7 @@ def test_joint_law_of_an_adverse_drafter(name: str, rejecting: str) -> None:
 class ByTheDrawnToken(Scheduled):
     """What is forbidden: a token is cut by its own probability."""
 
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+    def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         assert draft.q_BKV is not None
         likely_BK = draft.q_BKV.gather(-1, draft.token_BK.unsqueeze(-1)).squeeze(-1) > 0.4
         return np.minimum(draft.length_B.numpy(), likely_BK.long().cumprod(1).sum(1).numpy())
@@ -87,15 +87,15 @@ class ByTheDrawnToken(Scheduled):
 class ByWhatComesAfter(Scheduled):
     """Forbidden too: whether a token stays hangs on the law after it, which was made from it."""
 
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
-        assert draft.evidence_BKF is not None
-        return np.where((draft.evidence_BKF[:, -1, 0] > 0.3).numpy(), draft.length_B.numpy(), 0)
+    def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        assert draft.confidence_BKF is not None
+        return np.where((draft.confidence_BKF[:, -1, 0] > 0.3).numpy(), draft.length_B.numpy(), 0)
 
 
 @pytest.mark.parametrize("deciding", [ByTheDrawnToken, ByWhatComesAfter])
 def test_forbidden_rules_do_not_fit(deciding: type[Scheduled]) -> None:
     drafting = adverse(SMALL)
-    drafting.gives_evidence = True
+    drafting.return_confidence = True
     rule = deciding([[1, 1, NUM_DRAFT]], NUM_DRAFT)
     assert misfit(SMALL, decode(SMALL, drafting, scheme("standard"), num_requests=400, rows=8, deciding=rule)) > 1
 
@@ -130,9 +130,9 @@ def test_a_schedule_is_read_as_vllm_reads_it() -> None:
     assert table == [[1, 2, 7], [5, 6, 2], [9, 16, 0]]
     scheduled, want = Scheduled(table, 5), [5, 5, 5, 5, 2, 2, 2, 2, 0, 0]
     for num_rows, num_draft in enumerate(want, 1):
-        assert scheduled.lengths(np.arange(num_rows), np.full(num_rows, 24)).tolist() == [num_draft] * num_rows
-    assert scheduled.lengths(np.arange(100), np.full(100, 24)).max() == 0
-    assert scheduled.lengths(np.arange(2), np.array([1, 0])).tolist() == [1, 0]
+        assert scheduled.draft_lengths(np.arange(num_rows), np.full(num_rows, 24)).tolist() == [num_draft] * num_rows
+    assert scheduled.draft_lengths(np.arange(100), np.full(100, 24)).max() == 0
+    assert scheduled.draft_lengths(np.arange(2), np.array([1, 0])).tolist() == [1, 0]
 
 
 def test_a_schedule_that_drafts_nothing_decodes_plainly() -> None:
@@ -188,7 +188,7 @@ def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalL
         drafting, _ = config.build(target)
         deciding = config.policy(target, drafting, 1)
         assert isinstance(deciding, Adaptive)
-        assert (deciding.auto, deciding.trims, drafting.gives_evidence) == (not weighed, weighed, weighed)
+        assert (deciding.auto, deciding.trims, drafting.return_confidence) == (not weighed, weighed, weighed)
 
 
 def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
@@ -203,7 +203,7 @@ def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
 def test_acceptance_is_learned() -> None:
     """Of a known law with evidence, offsets by position and tokens that were never looked at."""
     rng = np.random.default_rng(0)
-    model, offset = Acceptance(6, 1), np.array([0.5, 0.0, -0.5])
+    model, offset = AcceptanceModel(6, 1), np.array([0.5, 0.0, -0.5])
     for _ in range(80):
         feature_NF = np.stack([rng.normal(size=40), rng.normal(size=40)], 1)
         position_N = rng.integers(0, 3, 40)
@@ -217,7 +217,7 @@ def test_acceptance_is_learned() -> None:
 
 
 def lengths_for(deciding: Adaptive, rows: int, most: int) -> list[int]:
-    return deciding.lengths(np.arange(rows), np.full(rows, most)).tolist()
+    return deciding.draft_lengths(np.arange(rows), np.full(rows, most)).tolist()
 
 
 def judged(length_B: list[int], accepted_B: list[int]) -> tuple[np.ndarray, Draft, np.ndarray]:
@@ -231,13 +231,13 @@ def test_k_follows_what_is_accepted() -> None:
     for dear, want in ((False, "longer"), (True, "nothing")):
         deciding = Adaptive(costs(8, 3.0 if dear else 0.1, 0.5 if dear else 0.02), 8, 2, auto=True, trims=False)
         for row in range(2):
-            deciding.begin(row)
+            deciding.on_start(row)
         for _ in range(40):
-            length_B = deciding.lengths(np.arange(2), np.full(2, 8))
+            length_B = deciding.draft_lengths(np.arange(2), np.full(2, 8))
             if length_B.any():
                 step = judged(length_B.tolist(), [int(length_B[0]), 0])
-                deciding.kept(step[0], step[1])
-                deciding.learn(*step)
+                deciding.verify_lengths(step[0], step[1])
+                deciding.observe(*step)
         good, bad = lengths_for(deciding, 2, 8)
         if want == "longer":
             assert good >= 5
@@ -248,25 +248,25 @@ def test_k_follows_what_is_accepted() -> None:
 
 def test_a_row_that_was_given_up_is_tried_again() -> None:
     deciding = Adaptive(costs(4, 3.0, 1.0), 4, 1, auto=True, trims=False)
-    deciding.begin(0)
+    deciding.on_start(0)
     tried = []
     for _ in range(3 * adaptive.EXPLORE):
         (length,) = lengths_for(deciding, 1, 4)
         tried.append(length)
         draft = Draft(torch.zeros(1, length, dtype=torch.int64), torch.tensor([length]))
-        deciding.kept(np.array([0]), draft)
-        deciding.learn(np.array([0]), draft, np.array([0]))
+        deciding.verify_lengths(np.array([0]), draft)
+        deciding.observe(np.array([0]), draft, np.array([0]))
     assert 2 <= sum(tried) <= 6
 
 
 def test_verification_that_was_given_up_is_tried_again() -> None:
     deciding = Adaptive(costs(4, 3.0, 0.0), 4, 1, auto=False, trims=True)
-    deciding.begin(0)
+    deciding.on_start(0)
     kept = []
     for _ in range(3 * adaptive.EXPLORE):
         draft = Draft(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
-        kept.append(int(deciding.kept(np.array([0]), draft)[0]))
-        deciding.learn(np.array([0]), draft.cut(np.array(kept[-1:])), np.array([0]))
+        kept.append(int(deciding.verify_lengths(np.array([0]), draft)[0]))
+        deciding.observe(np.array([0]), draft.cut(np.array(kept[-1:])), np.array([0]))
     assert 2 <= sum(kept) <= 8
 
 
@@ -406,10 +406,10 @@ class Stubborn:
 
 
 def test_noise_is_taken_out_of_costs() -> None:
-    assert cost.faster_half([5.0, 1.0, 2.0, 90.0]) == 1.5
-    assert cost.rising([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
-    assert cost.rising([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
-    assert cost.rising([3.0, 2.0, 1.0]) == [2, 2, 2]
+    assert cost.trimmed_mean([5.0, 1.0, 2.0, 90.0]) == 1.5
+    assert cost.isotonic([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
+    assert cost.isotonic([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
+    assert cost.isotonic([3.0, 2.0, 1.0]) == [2, 2, 2]
 
 
 def test_the_best_schedule() -> None:
@@ -462,7 +462,7 @@ def test_a_file_may_hold_the_schedule(tmp_path: Path, target: CausalLM, one_line
     drafting, _ = config.build(target)
     deciding = config.policy(target, drafting, 8)
     assert isinstance(deciding, Scheduled)
-    assert deciding.lengths(np.arange(4), np.full(4, 3)).tolist() == [1] * 4
+    assert deciding.draft_lengths(np.arange(4), np.full(4, 3)).tolist() == [1] * 4
     config = SpeculativeConfig(**ngram(3, **{WHAT: str(tmp_path / "without.json")}))
     one_line(lambda: config.build(target), "without.json", "holds no schedule")
 
@@ -480,15 +480,15 @@ def test_evidence_is_of_the_law_and_not_of_the_token() -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
     class Watching(Adaptive):
-        def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
-            assert draft.evidence_BKF is not None
+        def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+            assert draft.confidence_BKF is not None
             assert draft.q_BKV is not None
-            seen.append((draft.evidence_BKF[..., 0], draft.q_BKV.amax(-1)))
-            return super().kept(rows, draft)
+            seen.append((draft.confidence_BKF[..., 0], draft.q_BKV.amax(-1)))
+            return super().verify_lengths(rows, draft)
 
     drafting = adverse(SMALL)
-    drafting.gives_evidence = True
-    deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, trims=True, num_evidence=1)
+    drafting.return_confidence = True
+    deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, trims=True, num_confidence_features=1)
     decode(SMALL, drafting, scheme("standard"), num_requests=2, rows=1, deciding=deciding)
     for odds_BK, top_BK in seen:
         assert torch.allclose(odds_BK.sigmoid(), top_BK, atol=1e-5)
@@ -509,7 +509,7 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
                 handed[row].append(states)
             return [[0] for _ in context.rows]
 
-        def take_in(self, context: Context) -> bool:
+        def catch_up(self, context: Context) -> bool:
             assert context.hidden is not None
             taken.extend(len(states) for states in context.hidden)
             for row, states in zip(context.rows.tolist(), context.hidden, strict=True):
@@ -519,7 +519,7 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
     class EverySecond(Scheduled):
         step = 0
 
-        def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+        def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
             self.step += 1
             return np.where(rows == self.step // 40 % 2, np.minimum(most_B, 1), 0)
 
@@ -527,7 +527,7 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
     wrapped = wrap(Mine(), target)
     engine = Engine(target, wrapped, scheme("standard"), 2, policy=EverySecond([[1, 2, 2]], 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.engine.LONG_OUT", 16)
+        patch.setattr("specdec.engine.MAX_PENDING_STATES", 16)
         requests = [Request(str(i), [0, 1], SamplingParams(temperature=0, max_tokens=120)) for i in range(2)]
         assert len(list(engine.run(requests))) == 2
     for row, request in enumerate(requests):

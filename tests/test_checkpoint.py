@@ -33,14 +33,14 @@ from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint.native import Checkpoint
 from specdec.config import CONF
 from specdec.drafter import unroll
-from specdec.drafter.autoregressive import ChainDrafter
+from specdec.drafter.autoregressive import AutoregressiveDrafter
 from specdec.drafter.base import Init
 from specdec.llm import SpeculativeConfig
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 
 VOCAB, HIDDEN = 320, 64  # of the tiny models
 REDUCED = np.r_[10:200:2, 200:320]
@@ -122,8 +122,8 @@ def _trained(name: str) -> Checkpoint:
         table = mlp_speculator.shapes(config, HIDDEN)
         made = Checkpoint("mlp", config, native.facts(target), {key: torch.zeros(shape) for key, shape in table.items()})
     else:
-        kind: type[ChainDrafter] = Eagle if own.kind == "eagle" else Eagle3
-        made = kind.fresh(target, own.architecture, own.init, REDUCED if own.reduced else None)
+        kind: type[AutoregressiveDrafter] = Eagle if own.kind == "eagle" else Eagle3
+        made = kind.init_checkpoint(target, own.architecture, own.init, REDUCED if own.reduced else None)
         if own.kind == "peagle":
             taps = len(made.config["eagle_aux_hidden_state_layer_ids"])
             assert made.tensors is not None
@@ -342,7 +342,7 @@ def test_an_engine_without_such_drafters_is_refused(
 
 
 def test_what_a_format_has_no_place_for_is_refused(tmp_path: Path, one_line: Any) -> None:
-    head = Eagle.fresh(loaded(), {}, Init())
+    head = Eagle.init_checkpoint(loaded(), {}, Init())
     one_line(lambda: checkpoint.write(head, tmp_path, "vllm"), "output layer of its own", "train_lm_head=false")
     both = trained("eagle3-fc-norm")
     both.config["norm_before_fc"] = True
@@ -783,7 +783,7 @@ def test_a_wider_target_is_told_apart(tmp_path: Path, targets: dict[str, str]) -
 
 
 def test_one_tapped_layer_is_not_fused_in_sglang(tmp_path: Path) -> None:
-    one = Eagle3.fresh(loaded(), {"eagle_aux_hidden_state_layer_ids": [3]}, Init())
+    one = Eagle3.init_checkpoint(loaded(), {"eagle_aux_hidden_state_layer_ids": [3]}, Init())
     checkpoint.write(one, tmp_path, "vllm")
     assert verdict(tmp_path) == {"vllm"}
     assert said(tmp_path)["sglang", "layer_ids"] == ["error"]
@@ -827,7 +827,7 @@ def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
     theirs, target = package(packaged(tmp_path, name)), loaded(VARIANTS[name].target)
     ours: Any = Eagle3(target, trained(name), 3)
     tokens, logits, num_steps = np.random.default_rng(0).integers(0, VOCAB, 40), [], 3
-    batch = Online(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
+    batch = OnlineFeatures(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
     plan = unroll.plan(batch.length_B, batch.mask_N, num_steps)
     theirs.lm_head.register_forward_hook(lambda module, given, made: logits.append(made[0]))
     with torch.no_grad():
@@ -860,7 +860,7 @@ def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monk
     ours: Any = method.find("peagle")(target, trained(name), depths)
     ours.objective = ours.objective_type(num_depths=depths, down_sample_ratio=1.0)
     tokens = np.random.default_rng(0).integers(0, VOCAB - 1, 40)
-    batch = Online(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
+    batch = OnlineFeatures(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
     plan = ours.plan(batch, depths, 0)
     with torch.no_grad():
         theirs(
@@ -1197,7 +1197,7 @@ def test_a_drafter_says_its_own_method(tmp_path: Path, run: Path, conversations:
         assert done.code == 0, done.err
         summary = json.loads((out_dir / "summary.json").read_text())
         assert summary["method"] == name
-        assert summary["lossless_said"].startswith("yes")
+        assert summary["lossless_verdict"].startswith("yes")
     done = call("run", *small, "method=mlp", f"checkpoint={pard}", f"out_dir={tmp_path / 'no'}", cwd=tmp_path, folder=EVAL)
     assert done.code == 1
     assert "method=pard" in done.err
@@ -1634,7 +1634,7 @@ def test_share_takes_what_its_keys_are(argument: str, words: str, share: Cli) ->
 
 def native_eagle3(directory: Path) -> Path:
     directory.mkdir(parents=True)
-    native.save(directory, Eagle3.fresh(loaded(), {}, Init()), {}, "")
+    native.save(directory, Eagle3.init_checkpoint(loaded(), {}, Init()), {}, "")
     return directory
 
 

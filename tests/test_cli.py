@@ -255,7 +255,7 @@ def test_a_lossy_scheme_says_so_everywhere(tmp_path: Path, cli: Cli) -> None:
     assert "lossless: NO" in done.out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["lossless"] is False
-    assert summary["lossless_said"].startswith("NO")
+    assert summary["lossless_verdict"].startswith("NO")
     assert not any(row["lossless"] for row in rows_of(tmp_path / "run" / "requests.jsonl"))
 
 

@@ -1279,7 +1279,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_supervised_tokens() -> None:
 def test_every_epoch_sees_every_sample_once(count: int, batch: int) -> None:
     epochs = 6
     steps = -(-epochs * count // batch)
-    seen = [place for step in range(steps) for place in data.picks(step, count, batch, 0)]
+    seen = [place for step in range(steps) for place in data.batch_indices(step, count, batch, 0)]
     assert all(isinstance(place, int) for place in seen)
     orders = [tuple(seen[i * count : (i + 1) * count]) for i in range(epochs)]
     assert all(sorted(order) == list(range(count)) for order in orders)
@@ -1287,12 +1287,12 @@ def test_every_epoch_sees_every_sample_once(count: int, batch: int) -> None:
 
 
 def test_what_a_step_sees_depends_on_its_number_and_the_seed_alone() -> None:
-    forwards = [data.picks(step, 100, 4, 3) for step in range(60)]
+    forwards = [data.batch_indices(step, 100, 4, 3) for step in range(60)]
     data._order.cache_clear()
-    assert [data.picks(step, 100, 4, 3) for step in reversed(range(60))] == forwards[::-1]
-    assert [data.picks(step, 100, 4, 4) for step in range(60)] != forwards
+    assert [data.batch_indices(step, 100, 4, 3) for step in reversed(range(60))] == forwards[::-1]
+    assert [data.batch_indices(step, 100, 4, 4) for step in range(60)] != forwards
     flat = list(itertools.chain(*forwards))
-    assert list(itertools.chain(*(data.picks(step, 100, 8, 3) for step in range(30)))) == flat, (
+    assert list(itertools.chain(*(data.batch_indices(step, 100, 8, 3) for step in range(30)))) == flat, (
         "the batch size only cuts the row"
     )
 

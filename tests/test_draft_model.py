@@ -41,7 +41,7 @@ from specdec.method.pard import Pard
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import data
-from specdec.training.features import Online, Tokens
+from specdec.training.features import OnlineFeatures, TokenSource
 from specdec.training.loop import Settings, fit
 
 K, MASK = 4, 259
@@ -106,7 +106,7 @@ def architecture(kind: str, variant: str = "llama") -> dict[str, Any]:
 def grown(kind: str, variant: str) -> Checkpoint:
     """Two layers of the target, moved as if by training."""
     own = VARIANTS[variant]
-    fresh = KINDS[kind].fresh(loaded(own.target), architecture(kind, variant), Init())
+    fresh = KINDS[kind].init_checkpoint(loaded(own.target), architecture(kind, variant), Init())
     noise = torch.Generator().manual_seed(4)
     assert fresh.tensors is not None
     fresh.tensors = {
@@ -132,7 +132,7 @@ def written(trained: DraftModel, directory: Path | None = None) -> Path:
 
 
 def features(target: CausalLM, samples: list[Any]) -> Batch:
-    return Online(target, ())(samples)
+    return OnlineFeatures(target, ())(samples)
 
 
 # --------------------------------------------------------------------------- training and drafting agree
@@ -189,7 +189,7 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
     for i, one in enumerate(asked):
         tokens = np.array([*one.tokens, *one.drafted, 0])
         documents.append(data.Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
-    batch, compared = Tokens(torch.device("cpu"))(documents), 0
+    batch, compared = TokenSource(torch.device("cpu"))(documents), 0
     plan = trained.plan(batch, trained.objective.steps_at(1.0), 0)
     first_B = np.cumsum(batch.length_B) - batch.length_B
     with torch.no_grad():
@@ -203,11 +203,11 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
                 assert plan.steps[step].rows[place] == row
                 (weight_VD,) = trained.heads()
                 own_V = states[step][place] @ weight_VD.t()
-                own_V = own_V if trained.draft_cap is None else trained.draft_cap(own_V)[0]
+                own_V = own_V if trained.scale_draft_logits is None else trained.scale_draft_logits(own_V)[0]
                 close(own_V, logits_V, 1e-4, f"{one.tokens[-3:]} at {k}")
                 compared += 1
     assert compared > 30
-    assert (trained.draft_cap is not None) == ("capped" in variant)
+    assert (trained.scale_draft_logits is not None) == ("capped" in variant)
 
 
 @EACH
@@ -219,7 +219,7 @@ def test_the_attention_of_training_is_that_of_its_twin(kind: str, variant: str) 
     batch = features(trained.target, SAMPLES)
     ours = gradients(trained, batch)
     unrolled = trained.unrolled
-    trained.unrolled = lambda batch, plan, seed: unrolled(batch, plan, seed, unroll.readable_attention)
+    trained.unrolled = lambda batch, plan, seed: unrolled(batch, plan, seed, unroll.attention_reference)
     close(ours, gradients(trained, batch), 1e-5)
     trained.unrolled = lambda batch, plan, seed: unrolled(batch, plan, seed, masked_attention(None, None))
     close(ours, gradients(trained, batch), 1e-5)
@@ -248,7 +248,7 @@ def test_mask_tokens_in_plain_words(variant: str) -> None:
     num_depths, decay = 3, 0.7
     trained = learner("pard", variant, num_depths, loss={"nll": 1.0}, step_loss_decay=decay)
     document = sample("two turns", 21, [(5, 12), (15, 21)])
-    loss, _, grads = gradients(trained, Tokens(torch.device("cpu"))([document]))
+    loss, _, grads = gradients(trained, TokenSource(torch.device("cpu"))([document]))
 
     length = len(document.token_n)
     theirs = hub.load_model(written(trained), attn_implementation="eager").train()
@@ -278,7 +278,7 @@ def test_mask_tokens_in_plain_words(variant: str) -> None:
 def test_deeper_rows_are_fewer_and_nested() -> None:
     trained = learner("pard", down_sample_ratio=0.5, down_sample_ratio_min=0.2, num_depths=5)
     length = 100
-    batch = Tokens(torch.device("cpu"))([sample("a", length, [(0, length)]), sample("b", length, [(0, length)])])
+    batch = TokenSource(torch.device("cpu"))([sample("a", length, [(0, length)]), sample("b", length, [(0, length)])])
     plan = trained.plan(batch, 5, "seed 3")
     assert len(plan.steps[0].rows) == 2 * (length - 1)
     for k, (step, share) in enumerate(zip(plan.steps, (1.0, 0.5, 0.25, 0.2, 0.2), strict=True)):
@@ -306,13 +306,13 @@ def test_a_warm_up_trains_a_draft_model() -> None:
 @BOTH
 def test_everything_that_is_trained_learns(kind: str, variant: str) -> None:
     trained = learner(kind, variant, loss={"nll": 1.0})
-    before = {name: tensor.clone() for name, tensor in trained.exported().tensors.items()}
-    _, _, grads = gradients(trained, Tokens(torch.device("cpu"))(SAMPLES))
+    before = {name: tensor.clone() for name, tensor in trained.to_checkpoint().tensors.items()}
+    _, _, grads = gradients(trained, TokenSource(torch.device("cpu"))(SAMPLES))
     assert sum("layers.1" in name for name in grads) > 5
     assert all(grad.abs().max() > 0 for grad in grads.values()), [n for n, g in grads.items() if not g.abs().max()]
     optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], 1e-3)
     optimizer.step()
-    for name, tensor in trained.exported().tensors.items():
+    for name, tensor in trained.to_checkpoint().tensors.items():
         outside = name.startswith(("model.embed_tokens", "lm_head"))
         stays = (outside and not VARIANTS[variant].train_embedding) or name == "lm_head.bias"
         assert torch.equal(tensor, before[name]) == stays, name
@@ -321,7 +321,9 @@ def test_everything_that_is_trained_learns(kind: str, variant: str) -> None:
 @BOTH
 def test_nothing_to_learn_is_a_clean_step(kind: str) -> None:
     trained = learner(kind, loss={"nll": 1.0})
-    loss, sums, grads = gradients(trained, Tokens(torch.device("cpu"))([sample("a prompt", 9, []), sample("b", 4, [(0, 1)])]))
+    loss, sums, grads = gradients(
+        trained, TokenSource(torch.device("cpu"))([sample("a prompt", 9, []), sample("b", 4, [(0, 1)])])
+    )
     assert loss == 0
     assert not sums.any()
     assert grads
@@ -330,9 +332,9 @@ def test_nothing_to_learn_is_a_clean_step(kind: str) -> None:
 
 def test_the_target_runs_only_for_its_law() -> None:
     trained = learner("draft_model")
-    assert not trained.asks_target(trained.objective_type(loss={"nll": 1.0, "kl": 0.0}))
-    assert trained.asks_target(trained.objective_type(loss={"nll": 1.0, "tv": 0.1}))
-    both = [source(SAMPLES) for source in (Tokens(torch.device("cpu")), Online(trained.target, ()))]
+    assert not trained.needs_target(trained.objective_type(loss={"nll": 1.0, "kl": 0.0}))
+    assert trained.needs_target(trained.objective_type(loss={"nll": 1.0, "tv": 0.1}))
+    both = [source(SAMPLES) for source in (TokenSource(torch.device("cpu")), OnlineFeatures(trained.target, ()))]
     close(*(gradients(learner("draft_model", loss={"nll": 1.0}), batch)[2] for batch in both), 1e-6)
 
 
@@ -348,7 +350,7 @@ def train(out_dir: Path, kind: str, variant: str = "llama", **more: Any) -> tupl
     samples = [sample(f"s{i}", 10 + 5 * (i % 6), [(4 + i % 3, 90)]) for i in range(14)]
     told = iter(range(1, 99))
     result = fit(
-        trained, Online(trained.target, (), 1 << 28), samples, samples[:3], settings, out_dir, log=rows.append,
+        trained, OnlineFeatures(trained.target, (), 1 << 28), samples, samples[:3], settings, out_dir, log=rows.append,
         evaluate=lambda saved: {"mean_acceptance_length": float(next(told))}, **more,
     )  # fmt: skip
     return result, rows, trained
@@ -463,7 +465,7 @@ def test_a_checkpoint_is_a_plain_model(kind: str, variant: str) -> None:
     assert {"README.md", "provenance.json", "generation_config.json"} <= {path.name for path in directory.iterdir()}
     again = KINDS[kind].opened(target, str(directory), None)
     assert again.tensors is not None
-    same(again.tensors, trained.exported().tensors, 0)
+    same(again.tensors, trained.to_checkpoint().tensors, 0)
     assert again.config["pard_token"] == (MASK if kind == "pard" else None)
 
 
@@ -471,15 +473,15 @@ def test_layers_of_the_target() -> None:
     """The chosen layers, in order, beside its embedding, final norm and output layer, whatever type the target runs in."""
     target = CausalLM("tiny-mistral", "bfloat16", "cpu")
     whole = load_file(target.path / "model.safetensors")
-    own = DraftModel.fresh(target, {"layer_ids": [1, 3]}, Init())
+    own = DraftModel.init_checkpoint(target, {"layer_ids": [1, 3]}, Init())
     assert own.tensors is not None
     for name, tensor in own.tensors.items():
         theirs = name.replace("layers.1.", "layers.3.").replace("layers.0.", "layers.1.")
         assert torch.equal(tensor, whole[theirs]), name
-    assert DraftModel.fresh(target, {}, Init()).config["num_hidden_layers"] == 1, "a quarter of four"
-    gemma = DraftModel.fresh(loaded("tiny-gemma3"), {"num_hidden_layers": 3}, Init()).config
+    assert DraftModel.init_checkpoint(target, {}, Init()).config["num_hidden_layers"] == 1, "a quarter of four"
+    gemma = DraftModel.init_checkpoint(loaded("tiny-gemma3"), {"num_hidden_layers": 3}, Init()).config
     assert gemma["num_hidden_layers"] == gemma["hf_config"]["num_hidden_layers"] == len(gemma["hf_config"]["layer_types"]) == 3
-    other = DraftModel.fresh(target, {"model": "tiny-qwen3"}, Init())
+    other = DraftModel.init_checkpoint(target, {"model": "tiny-qwen3"}, Init())
     assert other.config["hf_config"]["model_type"] == "qwen3"
 
 
@@ -489,7 +491,7 @@ def test_layers_of_a_target_without_weights(monkeypatch: pytest.MonkeyPatch, tmp
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     monkeypatch.setitem(hub.SHAPES, "small", hub.SHAPES["llama-135m"] | small | {"num_key_value_heads": 1})
     target = CausalLM("random-small", "bfloat16", "cpu")
-    own = DraftModel.fresh(target, {"num_hidden_layers": 2}, Init())
+    own = DraftModel.init_checkpoint(target, {"num_hidden_layers": 2}, Init())
     assert own.tensors is not None
     norm = own.tensors["model.layers.1.mlp.up_proj.weight"]
     assert torch.equal(own.tensors["model.embed_tokens.weight"], target.head_rows()[0].float())
@@ -516,7 +518,7 @@ def fed(proposer: Any, prompts_: list[list[int]], committed: list[list[int]], ma
 
     proposer.reserve(2, 64)
     for row, prompt in enumerate(prompts_):
-        proposer.begin(row, Request(str(row), prompt, SamplingParams()))
+        proposer.on_start(row, Request(str(row), prompt, SamplingParams()))
     proposer.model.forward = watching
     texts = {row: [*a, *b] for row, (a, b) in enumerate(zip(prompts_, committed, strict=True))}
     try:
@@ -564,7 +566,7 @@ def test_a_row_past_the_context_of_pard_stops_drafting_alone() -> None:
     proposer.reserve(4, 64)
     texts = {row: list(range(40, 40 + length)) for row, length in enumerate([20, 29, 30, 45])}
     for row, tokens in texts.items():
-        proposer.begin(row, Request(str(row), tokens[:-1], SamplingParams()))
+        proposer.on_start(row, Request(str(row), tokens[:-1], SamplingParams()))
     assert proposer.propose(context(proposer, texts)).length_B.tolist() == [4, 2, 1, 0]
 
 
@@ -572,7 +574,7 @@ def test_pard_draws_each_place_from_its_own_law() -> None:
     proposer = Pard(loaded(), "tiny-qwen3", 3, "probabilistic", pard_token=MASK)
     proposer.reserve(2, 64)
     for row, prompt in enumerate(PROMPTS):
-        proposer.begin(row, Request(str(row), prompt, SamplingParams()))
+        proposer.on_start(row, Request(str(row), prompt, SamplingParams()))
     texts = {row: [*a, *b] for row, (a, b) in enumerate(zip(PROMPTS, NEW, strict=True))}
     asked = watched(proposer)
     draft = proposer.propose(context(proposer, texts, [3, 2], temperature=0.7))
@@ -686,11 +688,11 @@ def test_what_is_no_draft_model(one_line: Any, tmp_path: Path) -> None:
 def test_a_parallel_one_that_learns_to_draft_token_by_token_is_no_parallel_one(tmp_path: Path) -> None:
     """What it was is not kept: neither the mask token nor the depths."""
     target = loaded()
-    parallel = Pard.fresh(target, LAYERS | {"pard_token": MASK}, Init())
+    parallel = Pard.init_checkpoint(target, LAYERS | {"pard_token": MASK}, Init())
     parallel.config["num_depths"] = K
     causal_lm.save(tmp_path, parallel, target.path, {}, "")
     assert causal_lm.read(str(tmp_path)).config["pard_token"] == MASK
-    config = DraftModel.opened(target, str(tmp_path), None).config
+    config = DraftModel.load_checkpoint(target, str(tmp_path), None).config
     assert config["pard_token"] is None
     assert "num_depths" not in config
-    assert Pard.opened(target, str(tmp_path), None).config["num_depths"] == K
+    assert Pard.load_checkpoint(target, str(tmp_path), None).config["num_depths"] == K

@@ -50,7 +50,7 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import loop
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ def plain(target: str, lengths: tuple[int, ...]) -> list[list[int]]:
 
 @cache
 def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
-    return Online(loaded(target), layers)(SAMPLES).hidden(layers)
+    return OnlineFeatures(loaded(target), layers)(SAMPLES).hidden(layers)
 
 
 @cache
 def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
     own, noise = VARIANTS[variant], torch.Generator().manual_seed(4)
-    fresh = own.kind.fresh(loaded(own.target), own.architecture, own.init, own.vocab_ids)
+    fresh = own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids)
     for _, tensor in sorted(fresh.tensors.items()):
         if tensor.is_floating_point():
             tensor += 0.15 * torch.randn(tensor.shape, generator=noise)
@@ -144,7 +144,7 @@ def learner(variant: str, **objective: Any) -> Any:
 
 
 def features(trained: Any, samples: list[Sample]) -> Batch:
-    return Online(trained.target, trained.hidden_layers)(samples)
+    return OnlineFeatures(trained.target, trained.hidden_layers)(samples)
 
 
 def steps_of(trained: Any) -> int:
@@ -203,7 +203,7 @@ def hold_to_training(
     before the last committed token is at step k where draft k is made. States that no row may read are noise.
 
     A verifier that accepts by lot makes drafts of every length stand and fall, whatever the drafter is worth."""
-    proposer = type(trained)(trained.target, trained.exported(), num_draft)
+    proposer = type(trained)(trained.target, trained.to_checkpoint(), num_draft)
     asked, rates = watched(proposer), [0.8, 0.62, 0.45, 0.3][:num_draft]
     verifier = rejection.build("synthetic", num_draft, synthetic_acceptance_rates=rates)
     engine = Engine(trained.target, proposer, verifier, max_batch_size=3, prefill_chunk_size=64, policy=policy)
@@ -260,7 +260,7 @@ def test_what_is_trained_is_what_drafts(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", "mtp-2"])
 def test_drafts_go_on_when_rows_sat_out(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some for so long that the drafter has to take in their states."""
-    monkeypatch.setattr("specdec.engine.LONG_OUT", 2)
+    monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
     num_draft = VARIANTS[variant].num_draft
     hold_to_training(learner(variant), num_draft, (3, 70, 20, 1, 2, 9, 33), 30, Restless(num_draft))
 
@@ -524,9 +524,9 @@ def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, m
     assert [float(x) for x in sums[:, losses.ROWS]] == [
         sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps_of(trained))
     ]
-    monkeypatch.setattr(losses, "distill", losses.readable_distill)
+    monkeypatch.setattr(losses, "distill", losses.distill_reference)
     if own.kind is not MLP:
-        monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.readable_attention))
+        monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.attention_reference))
     close((loss, sums, grads), gradients(trained, batch), 1e-5)
 
 
@@ -536,7 +536,7 @@ def test_readable_attention_gives_the_same_states(variant: str) -> None:
     batch = features(trained, SAMPLES)
     plan = trained.plan(batch, steps_of(trained), 0)
     with torch.no_grad():
-        close(trained.unrolled(batch, plan), trained.unrolled(batch, plan, attention=unroll.readable_attention), 1e-5)
+        close(trained.unrolled(batch, plan), trained.unrolled(batch, plan, attention=unroll.attention_reference), 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["mlp-untied-reduced", "mlp", "mlp-targets-head"])
@@ -651,19 +651,19 @@ def test_depths_keep_their_share_of_rows(ratio: float, least: float) -> None:
     """Depth k has ceil(max(ratio^k, least) n) rows of n, all of which depth k - 1 had; drawn by name and seed, not by place."""
     lengths = np.array([40, 1, 17, 100])
     names = ["a", "b", "c", "d"]
-    reach_N = unroll.reach(names, lengths, 8, ratio, least, 3)
-    for name, part in zip(names, np.split(reach_N, np.cumsum(lengths)[:-1]), strict=True):
+    num_steps_N = unroll.sample_num_steps(names, lengths, 8, ratio, least, 3)
+    for name, part in zip(names, np.split(num_steps_N, np.cumsum(lengths)[:-1]), strict=True):
         kept = [int((part > k).sum()) for k in range(8)]
         assert kept == [math.ceil(max(ratio**k, least) * len(part) - 1e-9) for k in range(8)]
         assert kept[0] == len(part), "every row takes part in the first"
-        assert np.array_equal(part, unroll.reach([name], np.array([len(part)]), 8, ratio, least, 3))
-    twins = [unroll.reach([name], np.array([100]), 8, ratio, least, 3) for name in ("d", "e")]
+        assert np.array_equal(part, unroll.sample_num_steps([name], np.array([len(part)]), 8, ratio, least, 3))
+    twins = [unroll.sample_num_steps([name], np.array([100]), 8, ratio, least, 3) for name in ("d", "e")]
     assert np.array_equal(*twins) == (ratio == 1.0), "samples differ"
-    other = unroll.reach(names, lengths, 8, ratio, least, 4)
-    assert np.array_equal(other, reach_N) == (ratio == 1.0)
-    plan = unroll.plan(lengths, np.random.default_rng(0).random(lengths.sum()) < 0.6, 8, 2, reach_N)
+    other = unroll.sample_num_steps(names, lengths, 8, ratio, least, 4)
+    assert np.array_equal(other, num_steps_N) == (ratio == 1.0)
+    plan = unroll.plan(lengths, np.random.default_rng(0).random(lengths.sum()) < 0.6, 8, 2, num_steps_N)
     for k, step in enumerate(plan.steps):
-        assert (reach_N[step.rows] > k).all()
+        assert (num_steps_N[step.rows] > k).all()
         if k:
             assert np.isin(step.rows, plan.steps[k - 1].rows).all()
             assert np.array_equal(plan.steps[k - 1].rows[step.kept], step.rows)
@@ -681,7 +681,7 @@ def test_mask_hidden_begins_as_what_is_usual() -> None:
     """The mean of the target's states; one that was trained before is left as it is."""
     own, trained = VARIANTS["peagle"], drafter("peagle")
     taps = statistics(own.target, trained.hidden_layers)
-    trained.for_training(Depths(), Init(), taps, warm=True)
+    trained.for_training(Depths(), Init(), taps, warm_start=True)
     close(trained.mask_hidden, grown("peagle").tensors["mask_hidden"], 1e-6)
     trained.for_training(Depths(), Init(), taps)
     close(trained.mask_hidden.flatten(), taps.flatten(1).mean(0), 1e-5)
@@ -693,7 +693,9 @@ RUN = [sample(f"s{i}", 10 + 5 * (i % 6), [(4 + i % 3, 40)]) for i in range(14)]
 
 
 def fitted(out_dir: Path, trained: Any, **more: Any) -> Any:
-    return train(out_dir, drafter=trained, source=Online(trained.target, trained.hidden_layers, 1 << 28), samples=RUN, **more)
+    return train(
+        out_dir, drafter=trained, source=OnlineFeatures(trained.target, trained.hidden_layers, 1 << 28), samples=RUN, **more
+    )
 
 
 @pytest.mark.parametrize("variant", FEW)
@@ -719,7 +721,7 @@ def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> No
     assert all(torch.equal(x, after[name]) for name, x in before.items())
 
     drafted = []
-    for model in (trained.exported(), str(tmp_path / "parts" / "last")):
+    for model in (trained.to_checkpoint(), str(tmp_path / "parts" / "last")):
         proposer = own.kind(target, model, own.num_draft)
         asked = watched(proposer)
         decode(target, proposer, prompts(20, 7), 8)
@@ -948,7 +950,7 @@ def test_tuned_modules_go_back_into_their_target(name: str, ships: Callable[[str
         assert tensor.numpy().tobytes() == before[key].numpy().tobytes(), key
 
     trained = MTP(target, str(directory), 1)
-    trained.for_training(MTP.objective_type(), FROZEN, warm=True)
+    trained.for_training(MTP.objective_type(), FROZEN, warm_start=True)
     fitted(tmp_path / "run", trained, max_steps=3, lr=1e-2)
     saved = native.load(tmp_path / "run" / "last")
     tuned = merged(saved, tmp_path / "tuned", target)
@@ -998,11 +1000,11 @@ def test_a_targets_modules_are_tuned_by_the_script(ships: Callable[[str], Path],
 def test_a_parallel_drafter_knows_how_deep_it_was_trained() -> None:
     """P-EAGLE: in its checkpoint, in training and in drafting."""
     target = loaded("tiny-llama")
-    drafter = PEagle(target, PEagle.fresh(target, {}, Init()), 3)
+    drafter = PEagle(target, PEagle.init_checkpoint(target, {}, Init()), 3)
     with pytest.raises(ValueError, match=r"num_speculative_tokens=3.*num_depths=2; lower it"):
         drafter.for_training(Depths(num_depths=2), Init())
     drafter.for_training(Depths(num_depths=4), Init())
-    made = drafter.exported()
+    made = drafter.to_checkpoint()
     assert made.config["num_depths"] == 4
     PEagle(target, made, 4)
     with pytest.raises(ValueError, match="num_speculative_tokens=5 is over the 4 that"):
@@ -1011,7 +1013,7 @@ def test_a_parallel_drafter_knows_how_deep_it_was_trained() -> None:
 
 def test_a_config_that_was_altered_is_one_line() -> None:
     target = loaded("tiny-llama")
-    made = MLP.fresh(target, {}, Init())
+    made = MLP.init_checkpoint(target, {}, Init())
     for change, words in (({"draft_vocab_size": None}, "draft_vocab_size=None"), ({"inner_dim": 10**12}, "cannot be built")):
         with pytest.raises(ValueError, match=words) as caught:
             MLP(target, replace(made, config=made.config | change), 3)
@@ -1079,7 +1081,7 @@ def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path
     state = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         close(proposer.draft_logits(state), state @ own.t(), 1e-5)
-    refused(lambda: merged(proposer.exported(), tmp_path / "again", target), "output layer of its own", "engines replace")
+    refused(lambda: merged(proposer.to_checkpoint(), tmp_path / "again", target), "output layer of its own", "engines replace")
     assert not MTP(target_at(source), None, 3).config["own_lm_head"]
     both = changed(ships("deepseek-2-moe"), tmp_path / "both", lambda x: x[key].add_(0.1))
     refused(lambda: MTP(target_at(both), None, 2), str(both), "output layers of their own", "one at a time")
@@ -1091,19 +1093,24 @@ def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path
 def test_drafters_that_cannot_be_are_one_line() -> None:
     target = loaded()
     narrow = {"inner_dim": 48}
-    refused(lambda: MLP.fresh(target, narrow, FROZEN), "inner_dim=48", "output layer", "train_lm_head=true")
-    refused(lambda: MLP.fresh(target, narrow, Init()), "48 wide", "64 wide", "lm_head=random")
-    refused(lambda: MLP.fresh(target, narrow | {"own_embedding": False}, Init(lm_head="random")), "own_embedding", "48", "64")
-    refused(lambda: PEagle.fresh(target, {"mask_token_id": 320}, Init()), "mask_token_id=320", "0..319")
-    refused(lambda: PEagle.fresh(target, {"mask_token_id": -1}, Init()), "mask_token_id=-1")
-    refused(lambda: MTP.fresh(target, {"num_module": 2}, Init()), "train.drafter key", "did you mean 'num_modules'")
-    refused(lambda: MLP.fresh(target, {"n_heads": 2}, Init()), "train.drafter key 'n_heads'")
+    refused(lambda: MLP.init_checkpoint(target, narrow, FROZEN), "inner_dim=48", "output layer", "train_lm_head=true")
+    refused(lambda: MLP.init_checkpoint(target, narrow, Init()), "48 wide", "64 wide", "lm_head=random")
+    refused(
+        lambda: MLP.init_checkpoint(target, narrow | {"own_embedding": False}, Init(lm_head="random")),
+        "own_embedding",
+        "48",
+        "64",
+    )
+    refused(lambda: PEagle.init_checkpoint(target, {"mask_token_id": 320}, Init()), "mask_token_id=320", "0..319")
+    refused(lambda: PEagle.init_checkpoint(target, {"mask_token_id": -1}, Init()), "mask_token_id=-1")
+    refused(lambda: MTP.init_checkpoint(target, {"num_module": 2}, Init()), "train.drafter key", "did you mean 'num_modules'")
+    refused(lambda: MLP.init_checkpoint(target, {"n_heads": 2}, Init()), "train.drafter key 'n_heads'")
     refused(lambda: PEagle.objective_type(num_depth=2), "train.objective key", "did you mean 'num_depths'")
     refused(lambda: MTP.objective_type(ttt_step=2), "did you mean 'ttt_steps'")
     refused(lambda: MLP.objective_type(ttt_steps=2), "unknown train.objective key 'ttt_steps'")
     refused(lambda: PEagle.objective_type(down_sample_ratio=1.5), "down_sample_ratio=1.5")
-    refused(lambda: MLP.fresh(target, {"n_predict": 0}, Init()), "n_predict=0")
-    refused(lambda: MTP.fresh(target, {"last_hidden_kind": "post"}, Init()), "last_hidden_kind='post'", "post_norm")
+    refused(lambda: MLP.init_checkpoint(target, {"n_predict": 0}, Init()), "n_predict=0")
+    refused(lambda: MTP.init_checkpoint(target, {"last_hidden_kind": "post"}, Init()), "last_hidden_kind='post'", "post_norm")
 
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp-2"])

@@ -22,7 +22,7 @@ from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Policy, Request
 from specdec.drafter import losses, unroll
-from specdec.drafter.autoregressive import PREFILL_CHUNK, ChainDrafter, Geometry
+from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter, Geometry
 from specdec.drafter.base import Init, Objective
 from specdec.drafter.batch import Batch
 from specdec.engine import Engine
@@ -32,7 +32,7 @@ from specdec.method.eagle3 import Architecture, Eagle3
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 
 VOCAB = 320  # of the tiny models
 REDUCED = np.r_[10:200:2, 200:320]  # target ids of a draft vocabulary
@@ -42,7 +42,7 @@ REDUCED = np.r_[10:200:2, 200:320]  # target ids of a draft vocabulary
 class Variant:
     """A drafter: its method, what it is built of, how it begins, and the tokens that it can draft (None: all)."""
 
-    kind: type[ChainDrafter] = Eagle3
+    kind: type[AutoregressiveDrafter] = Eagle3
     architecture: dict[str, Any] = field(default_factory=dict)
     init: Init = field(default_factory=Init)
     reduced: bool = False
@@ -82,7 +82,7 @@ def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
     own = VARIANTS[variant]
     fresh, noise = (
-        own.kind.fresh(loaded(own.target), own.architecture, own.init, own.vocab_ids),
+        own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids),
         torch.Generator().manual_seed(4),
     )
     assert fresh.tensors is not None
@@ -113,13 +113,13 @@ SAMPLES = [
 ]
 
 
-def features(trained: ChainDrafter, samples: list[Sample]) -> Batch:
-    return Online(trained.target, trained.hidden_layers)(samples)
+def features(trained: AutoregressiveDrafter, samples: list[Sample]) -> Batch:
+    return OnlineFeatures(trained.target, trained.hidden_layers)(samples)
 
 
 @cache
 def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
-    return Online(loaded(target), layers)(SAMPLES).hidden(layers)
+    return OnlineFeatures(loaded(target), layers)(SAMPLES).hidden(layers)
 
 
 def learner(variant: str, num_steps: int = 3, **objective: Any) -> Any:
@@ -130,7 +130,7 @@ def learner(variant: str, num_steps: int = 3, **objective: Any) -> Any:
     return trained
 
 
-def gradients(trained: ChainDrafter, batch: Batch, **more: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def gradients(trained: AutoregressiveDrafter, batch: Batch, **more: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, sums, and the gradient of every trainable parameter."""
     trained.zero_grad()
     loss, sums = trained.loss(batch, **more)
@@ -172,7 +172,7 @@ class Asked:
     logits: list[Tensor]
 
 
-def watched(proposer: ChainDrafter) -> list[Asked]:
+def watched(proposer: AutoregressiveDrafter) -> list[Asked]:
     """Make a drafter write down what happens while it proposes."""
     asked: list[Asked] = []
     steps: list[tuple[Tensor, Tensor]] = []
@@ -228,9 +228,9 @@ def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatc
     """Every draft of a decoding in a batch, against the unrolled steps over (committed tokens, draft) as a document: the row
     before the last committed token is at step k where draft k is made. States that no row may read are noise. Restless: rows
     sit steps out, some for so long that the drafter has to take in their states."""
-    monkeypatch.setattr("specdec.engine.LONG_OUT", 2)
+    monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
     trained, own = learner(variant, 4), VARIANTS[variant]
-    proposer = own.kind(loaded(own.target), trained.exported(), 4)
+    proposer = own.kind(loaded(own.target), trained.to_checkpoint(), 4)
     asked = watched(proposer)
     lengths = (3, 130, 20, 2, 9)
     policy = Restless(4) if restless else None
@@ -358,7 +358,7 @@ def test_a_step_is_its_formula(variant: str) -> None:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, count: int = count) -> Tensor:
             zeros = np.zeros(count, dtype=np.int64)
-            return unroll.readable_attention(query, key, value, [], [], np.arange(count), zeros, scaling)
+            return unroll.attention_reference(query, key, value, [], [], np.arange(count), zeros, scaling)
 
         states = trained.step(trained.embed(batch.token_N[1:]), trained.fuse(hidden_NTD), torch.arange(count), attend)
         close(states, want, 1e-4)
@@ -376,8 +376,8 @@ def test_the_loss_is_the_readable_one(variant: str, monkeypatch: pytest.MonkeyPa
     batch = features(trained, SAMPLES)
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     ours = gradients(trained, batch)
-    monkeypatch.setattr(losses, "distill", losses.readable_distill)
-    monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.readable_attention))
+    monkeypatch.setattr(losses, "distill", losses.distill_reference)
+    monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.attention_reference))
     close(ours, gradients(trained, batch), 1e-5)
 
 
@@ -501,7 +501,7 @@ def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
     masked, open_ = learner("eagle3-reduced"), learner("eagle3-reduced", mask_outside_vocab=False)
     batch = features(masked, SAMPLES)
     plan = unroll.plan(batch.length_B, batch.mask_N, 3)
-    outside = ~torch.isin(batch.argmax_N[torch.from_numpy(plan.taught)], torch.from_numpy(REDUCED))
+    outside = ~torch.isin(batch.argmax_N[torch.from_numpy(plan.labelled)], torch.from_numpy(REDUCED))
     assert 0 < outside.sum() < len(outside)
     assert torch.equal(masked.teacher(batch, plan).count_Q == 0, outside)
     assert (open_.teacher(batch, plan).count_Q == 1).all()
@@ -511,7 +511,7 @@ def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
 
 
 def test_the_teacher_is_the_target() -> None:
-    """Its law at a taught position is that of the model's own logits, for targets that cap them too."""
+    """Its law at a labelled position is that of the model's own logits, for targets that cap them too."""
     for variant in ("eagle3-reduced", "eagle3-gemma2", "eagle3-qwen3"):
         trained = learner(variant)
         batch = features(trained, SAMPLES[:1])
@@ -519,9 +519,9 @@ def test_the_teacher_is_the_target() -> None:
         teacher, store = trained.teacher(batch, plan), trained.target.new_cache()
         store.reserve(1, 40)
         out = trained.target.forward(store, batch.token_N, np.array([0]), np.array([40]))
-        logits_QV, ids = out.logits[torch.from_numpy(plan.taught)], trained.vocab_ids
+        logits_QV, ids = out.logits[torch.from_numpy(plan.labelled)], trained.vocab_ids
         whole = logits_QV if ids is None else logits_QV[:, ids]
-        close(trained.target.cap(teacher.state_QD @ teacher.weight_VD.t()), whole, 1e-4, variant)
+        close(trained.target.scale_logits(teacher.state_QD @ teacher.weight_VD.t()), whole, 1e-4, variant)
         close(teacher.logsumexp_Q, logits_QV.logsumexp(-1), 1e-4, variant)
         best = logits_QV.argmax(-1).tolist()
         index = {token: i for i, token in enumerate(range(VOCAB) if ids is None else ids.tolist())}
@@ -566,20 +566,20 @@ def test_noise_is_the_samples_own() -> None:
     trained = learner("eagle")
     together = features(trained, SAMPLES)
     fused = trained.fuse(together.hidden(trained.hidden_layers))
-    noise = trained.noised(fused, together, 7) - fused
+    noise = trained.add_feature_noise(fused, together, 7) - fused
     parts = noise.split(together.length_B.tolist())
     for one, part in zip(SAMPLES, parts, strict=True):
         alone = features(trained, [one])
         own = trained.fuse(alone.hidden(trained.hidden_layers))
-        torch.testing.assert_close(trained.noised(own, alone, 7) - own, part, rtol=0, atol=1e-5)
+        torch.testing.assert_close(trained.add_feature_noise(own, alone, 7) - own, part, rtol=0, atol=1e-5)
         width = 0.2 * 512 / len(one.token_n)
         assert 0.4 * width < part.abs().max() <= 0.5 * width + 1e-5
     assert not torch.equal(parts[0][:9], parts[2]), "samples differ"
-    assert not torch.equal(trained.noised(fused, together, 8) - fused, noise)
-    assert torch.equal(trained.noised(fused, together, 7) - fused, noise)
-    assert torch.equal(trained.eval().noised(fused, together, 7), fused)
+    assert not torch.equal(trained.add_feature_noise(fused, together, 8) - fused, noise)
+    assert torch.equal(trained.add_feature_noise(fused, together, 7) - fused, noise)
+    assert torch.equal(trained.eval().add_feature_noise(fused, together, 7), fused)
     silent = learner("eagle", feature_noise=0.0)
-    assert torch.equal(silent.noised(fused, together, 7), fused)
+    assert torch.equal(silent.add_feature_noise(fused, together, 7), fused)
 
 
 def test_noise_reaches_the_loss() -> None:
@@ -618,12 +618,12 @@ def test_regression_is_smooth_l1_on_the_targets_state() -> None:
 
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-target-head", "eagle3-gemma2", "eagle3-fc-norm", "eagle"])
 def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
-    """The exported drafter fuses as the one in training. Where a norm comes first there is nothing to scale."""
+    """The to_checkpoint drafter fuses as the one in training. Where a norm comes first there is nothing to scale."""
     trained, own = learner(variant), VARIANTS[variant]
     scales = variant not in ("eagle3-fc-norm", "eagle")
     assert (trained.feature_scale is not None) == scales
     assert ("feature_scale" in trained.state_dict()) == scales
-    checkpoint = trained.exported()
+    checkpoint = trained.to_checkpoint()
     assert checkpoint.tensors is not None
     assert "feature_scale" not in checkpoint.tensors
     before = {name: x.clone() for name, x in trained.state_dict().items()}
@@ -642,11 +642,11 @@ def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
 def test_scaling_a_trained_drafter_leaves_its_function(variant: str) -> None:
     own, scaled, plain_one = VARIANTS[variant], drafter(variant), drafter(variant)
     hidden_NTD = statistics(own.target, scaled.hidden_layers)
-    scaled.for_training(Objective(), Init(), hidden_NTD, warm=True)
+    scaled.for_training(Objective(), Init(), hidden_NTD, warm_start=True)
     assert scaled.feature_scale is not None
     with torch.no_grad():
         close(scaled.fuse(hidden_NTD), plain_one.fuse(hidden_NTD), 1e-4)
-    close(scaled.exported().tensors, plain_one.exported().tensors, 1e-4)
+    close(scaled.to_checkpoint().tensors, plain_one.to_checkpoint().tensors, 1e-4)
     cold = drafter(variant)
     cold.for_training(Objective(), Init(), hidden_NTD)
     assert torch.equal(cold.fc.weight, plain_one.fc.weight)
@@ -672,12 +672,12 @@ def test_tapped_layers() -> None:
 @pytest.mark.parametrize("ids", [[1, 5], [-1, 2], [0, 99]])
 def test_tapped_layers_that_are_not_there(ids: list[int], one_line: Any) -> None:
     given = {"eagle_aux_hidden_state_layer_ids": ids}
-    one_line(lambda: Eagle3.fresh(loaded(), given, Init()), "eagle_aux_hidden_state_layer_ids", "0..4")
+    one_line(lambda: Eagle3.init_checkpoint(loaded(), given, Init()), "eagle_aux_hidden_state_layer_ids", "0..4")
 
 
 def test_no_tapped_layers_is_an_error(one_line: Any) -> None:
     given = {"eagle_aux_hidden_state_layer_ids": []}
-    one_line(lambda: Eagle3.fresh(loaded(), given, Init()), "eagle_aux_hidden_state_layer_ids")
+    one_line(lambda: Eagle3.init_checkpoint(loaded(), given, Init()), "eagle_aux_hidden_state_layer_ids")
 
 
 @pytest.mark.parametrize(
@@ -697,7 +697,7 @@ def test_no_tapped_layers_is_an_error(one_line: Any) -> None:
     ],
 )
 def test_architecture_errors(given: dict[str, Any], words: tuple[str, ...], one_line: Any) -> None:
-    one_line(lambda: Eagle3.fresh(loaded(), given, Init()), *words)
+    one_line(lambda: Eagle3.init_checkpoint(loaded(), given, Init()), *words)
 
 
 @pytest.mark.parametrize(
@@ -732,7 +732,7 @@ def test_the_shape_is_the_targets_unless_given(name: str) -> None:
     assert {key: getattr(other, key) for key in given} == given
     assert other.rope_parameters["rope_theta"] == 77.0
     for kind in (Eagle, Eagle3):
-        fresh = kind.fresh(target, {"geometry": given}, Init())
+        fresh = kind.init_checkpoint(target, {"geometry": given}, Init())
         assert fresh.config["geometry"] == Geometry(**given).filled(target)
         layer = kind(target, fresh, 2).layers[0].self_attn
         assert list(layer.q_proj.weight.shape) == [80, 64 * (2 if kind is Eagle3 else 1)]
@@ -743,7 +743,7 @@ def test_a_fresh_drafter_takes_what_it_is_told() -> None:
     """Rows of the target's head for its tokens, or random ones; no head at all where the target's serves."""
     target, ids = loaded(), torch.from_numpy(REDUCED)
     for init, reduced in ((Init(), True), (Init(train_lm_head=False), True), (Init(), False)):
-        made = Eagle3.fresh(target, {}, init, REDUCED if reduced else None)
+        made = Eagle3.init_checkpoint(target, {}, init, REDUCED if reduced else None)
         assert made.tensors is not None
         assert torch.equal(made.tensors["lm_head.weight"], target.head_rows(ids if reduced else None)[0])
         assert made.config["draft_vocab_size"] == (len(REDUCED) if reduced else VOCAB)
@@ -751,16 +751,16 @@ def test_a_fresh_drafter_takes_what_it_is_told() -> None:
         if reduced:
             assert torch.equal(made.tensors["d2t"] + torch.arange(len(REDUCED)), ids)
             assert torch.equal(Eagle3(target, made, 2).vocab_ids, ids)
-    random = Eagle3.fresh(target, {}, Init(lm_head="random"), REDUCED)
+    random = Eagle3.init_checkpoint(target, {}, Init(lm_head="random"), REDUCED)
     assert random.tensors is not None
     assert 0.015 < random.tensors["lm_head.weight"].std() < 0.025
-    shared = Eagle3.fresh(target, {}, Init(train_lm_head=False))
+    shared = Eagle3.init_checkpoint(target, {}, Init(train_lm_head=False))
     assert shared.tensors is not None
     assert not {"lm_head.weight", "d2t"} & set(shared.tensors)
-    again, other = Eagle3.fresh(target, {}, Init(), seed=0), Eagle3.fresh(target, {}, Init(), seed=1)
+    again, other = Eagle3.init_checkpoint(target, {}, Init(), seed=0), Eagle3.init_checkpoint(target, {}, Init(), seed=1)
     assert again.tensors is not None
     assert other.tensors is not None
-    assert torch.equal(again.tensors["fc.weight"], Eagle3.fresh(target, {}, Init()).tensors["fc.weight"])  # type: ignore[index]
+    assert torch.equal(again.tensors["fc.weight"], Eagle3.init_checkpoint(target, {}, Init()).tensors["fc.weight"])  # type: ignore[index]
     assert not torch.equal(again.tensors["fc.weight"], other.tensors["fc.weight"])
 
 
@@ -804,7 +804,7 @@ def test_a_checkpoint_comes_back_as_it_was(variant: str, tmp_path: Path) -> None
 
     target, again = loaded(own.target), tmp_path / "again"
     again.mkdir()
-    native.save(again, own.kind(target, str(directory), 3).exported(), {}, "")
+    native.save(again, own.kind(target, str(directory), 3).to_checkpoint(), {}, "")
     assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
     asked = []
     for model in (made, str(again)):
@@ -987,7 +987,7 @@ def test_beyond_its_context_a_row_is_not_drafted_for(variant: str, how: str) -> 
 def test_laws_are_laws_over_the_draft_vocabulary(variant: str) -> None:
     own = VARIANTS[variant]
     proposer = drafter(variant, draft_sample_method="probabilistic")
-    assert proposer.needs_noise
+    assert proposer.needs_uniforms
     propose, drawn = proposer.propose, []
 
     def watching(context: Context) -> Draft:
@@ -1023,10 +1023,10 @@ def test_drafts_are_target_tokens_of_the_draft_vocabulary() -> None:
 def test_training_is_over_when_a_drafter_is_reserved() -> None:
     """Its weights take the target's type, and get no gradients; its own rows of the cache are counted."""
     target = CausalLM("tiny", "bfloat16", "cpu")
-    made = Eagle3.fresh(target, {}, Init(), REDUCED)
+    made = Eagle3.init_checkpoint(target, {}, Init(), REDUCED)
     proposer = Eagle3(target, made, 3)
-    assert proposer.more_bytes(2, 100) > 0
+    assert proposer.bytes_to_grow(2, 100) > 0
     proposer.reserve(2, 100)
-    assert proposer.more_bytes(2, 100) == 0
+    assert proposer.bytes_to_grow(2, 100) == 0
     assert all(parameter.dtype == torch.bfloat16 and not parameter.requires_grad for parameter in proposer.parameters())
     assert decode(target, proposer, prompts(12, 5), 8) == decode(target, method.build("none", target), prompts(12, 5), 8)

@@ -1,6 +1,6 @@
 """The decode loop: who is decoded when, where an answer ends, what is counted, and what a proposer is told.
 
-The target is mostly a `TableLM`, so that the tokens can be found by hand: `slow_decode` is the loop in words,
+The target is mostly a `TableLM`, so that the tokens can be found by hand: `decode_reference` is the loop in words,
 without cache, batch or draft. The rest runs on the `tiny` model. Laws are the matter of test_engine_law.py.
 """
 
@@ -24,8 +24,8 @@ from table import NUM_DRAFT, OwnLaw, TableLM, methods, proposer, reference_law, 
 
 import specdec.engine
 from specdec import hub, method
-from specdec.core import Context, Draft, Proposer, Request, Silent
-from specdec.engine import EXTRA, Engine
+from specdec.core import Context, Draft, Proposer, Request, StatelessProposer
+from specdec.engine import BONUS_COLUMN, Engine
 from specdec.measure.stats import pool, request_metrics
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -101,7 +101,7 @@ def noisy_drafts(target: TableLM = TABLE, **settings: Any) -> Proposer:
 # The loop in words
 
 
-def slow_decode(
+def decode_reference(
     logits_after: Callable[[list[int]], Sequence[float]],
     request: Request,
     eos: Sequence[int] = (),
@@ -113,7 +113,7 @@ def slow_decode(
     budget = min(params.max_tokens or 10**9, max_model_len - len(prompt))
     while len(output) < budget:
         law = reference_law(logits_after([*prompt, *output]), params, prompt, output, stop_ids)
-        u = float(uniforms(np.array(request.seed), VERIFY, np.array(len(output)), EXTRA))
+        u = float(uniforms(np.array(request.seed), VERIFY, np.array(len(output)), BONUS_COLUMN))
         cumulative = list(itertools.accumulate(law))
         output.append(next(token for token, mass in enumerate(cumulative) if mass > u * cumulative[-1]))
         if output[-1] in stop_ids:
@@ -158,7 +158,7 @@ def all_params(max_tokens: int, vocab: int = V) -> list[Request]:
 
 def test_sampling_parameters_mean_what_the_slow_loop_does() -> None:
     requests = run(TABLE, plain(TABLE), "standard", all_params(40))
-    assert outputs(requests) == [slow_decode(TABLE.logits_after, r)[0] for r in requests]
+    assert outputs(requests) == [decode_reference(TABLE.logits_after, r)[0] for r in requests]
 
 
 def test_sampling_parameters_mean_what_the_slow_loop_does_on_a_model(tiny: CausalLM) -> None:
@@ -168,7 +168,7 @@ def test_sampling_parameters_mean_what_the_slow_loop_does_on_a_model(tiny: Causa
         return tiny.prefill(cache, 0, np.array(tokens), 0, 512).logits[0].tolist()
 
     requests = run(tiny, plain(tiny), "standard", all_params(12, vocab=250))
-    assert outputs(requests) == [slow_decode(logits_after, r, tiny.eos_token_ids)[0] for r in requests]
+    assert outputs(requests) == [decode_reference(logits_after, r, tiny.eos_token_ids)[0] for r in requests]
 
 
 @METHODS
@@ -187,7 +187,7 @@ def test_greedy_gives_what_none_gives(case: Case, name: str) -> None:
         requests = [make(p, i, **params[i]) for i, p in enumerate(prompts(9))]
         run(TABLE, proposer(case, TABLE), name, requests, rows=4)
         greedy = [r for r in requests if r.params.greedy]
-        assert outputs(greedy) == [slow_decode(TABLE.logits_after, r)[0] for r in greedy]
+        assert outputs(greedy) == [decode_reference(TABLE.logits_after, r)[0] for r in greedy]
 
 
 @METHODS
@@ -291,32 +291,32 @@ def test_seeds_matter() -> None:
 # What a proposer is told
 
 
-class Watching(Silent):
+class Watching(StatelessProposer):
     """Passes another proposer's drafts on, and holds every context against what is known otherwise."""
 
     def __init__(self, inner: Proposer, target: TableLM, hidden_layers: tuple[int, ...] = ()) -> None:
         self.inner, self.target, self.hidden_layers = inner, target, inner.hidden_layers or hidden_layers
         self.num_speculative_tokens = inner.num_speculative_tokens
-        self.needs_logits, self.needs_noise = bool(self.hidden_layers), inner.needs_noise
+        self.needs_logits, self.needs_uniforms = bool(self.hidden_layers), inner.needs_uniforms
         self.running: dict[int, Request] = {}  # by row
         self.hidden: dict[str, list[torch.Tensor]] = {}  # by request, all states that were handed over
         # by request, for each step: committed tokens, the draft, its budget
         self.steps: dict[str, list[tuple[int, list[int], int]]] = {}
         self.num_ended = 0
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         assert row not in self.running, "the row is taken"
         self.running[row] = request
         self.hidden[request.id], self.steps[request.id] = [], []
-        self.inner.begin(row, request)
+        self.inner.on_start(row, request)
 
-    def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+    def on_finish(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         del self.running[row]
         self.num_ended += 1
-        self.inner.end(row, hidden)
+        self.inner.on_finish(row, hidden)
 
-    def more_bytes(self, rows: int, slots: int) -> int:
-        return self.inner.more_bytes(rows, slots)
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
+        return self.inner.bytes_to_grow(rows, slots)
 
     def reserve(self, rows: int, slots: int) -> None:
         self.inner.reserve(rows, slots)
@@ -455,7 +455,7 @@ def test_a_drafter_with_a_short_context_stops_for_that_row_only() -> None:
     requests = [make([1 + i % 3 for i in range(n)], n, max_tokens=25, temperature=0.0) for n in lengths]
     run(TABLE, watching, "standard", requests, rows=4)
     for request in requests:
-        assert request.output_token_ids == slow_decode(TABLE.logits_after, request)[0]
+        assert request.output_token_ids == decode_reference(TABLE.logits_after, request)[0]
         for before, draft, budget in watching.steps[request.id]:
             # the drafter's cache holds the committed tokens and all of the draft but its last token
             assert len(draft) == min(budget, max(limit - before + 1, 0))
@@ -487,7 +487,7 @@ def test_rows_are_filled_as_they_fall_free(case: Case, rows: int) -> None:
             del queue[:4]
     assert not queue
     assert sorted(r.id for r in finished) == sorted(r.id for r in requests)
-    assert outputs(requests) == [slow_decode(TABLE.logits_after, r)[0] for r in requests]
+    assert outputs(requests) == [decode_reference(TABLE.logits_after, r)[0] for r in requests]
     assert {size for r in requests for size in r.stats.batch_size} <= set(range(1, rows + 1))
 
 
@@ -499,7 +499,7 @@ def test_requests_may_be_added_while_others_are_yielded() -> None:
         if len(seen) == 1:  # longer than all before: the caches grow under the running rows
             engine.add(make([5] * 40, 9, max_tokens=60))
     assert {r.id for r in seen} == {"0", "1", "2", "9"}
-    assert outputs(seen) == [slow_decode(TABLE.logits_after, r)[0] for r in seen]
+    assert outputs(seen) == [decode_reference(TABLE.logits_after, r)[0] for r in seen]
 
 
 def test_the_first_come_is_the_first_served() -> None:
@@ -515,7 +515,7 @@ def test_engines_may_take_turns_with_one_cache() -> None:
         number = itertools.count(10 * turn)
         requests = [make(p, next(number), max_tokens=10 + 5 * turn) for p in prompts(5, seed=turn)]
         list(engines[turn % 2].run(requests))
-        assert outputs(requests) == [slow_decode(TABLE.logits_after, r)[0] for r in requests]
+        assert outputs(requests) == [decode_reference(TABLE.logits_after, r)[0] for r in requests]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 512])
@@ -530,7 +530,7 @@ def test_a_prompt_in_chunks_is_the_prompt(case: Case, chunk: int) -> None:
         engine.step()
         num_reading += bool((engine.cached_R < engine.prompt_R).any())
     assert num_reading == math.ceil(23 / chunk) - 1
-    assert outputs(requests) == [slow_decode(TABLE.logits_after, r)[0] for r in requests]
+    assert outputs(requests) == [decode_reference(TABLE.logits_after, r)[0] for r in requests]
 
 
 def test_a_long_prompt_does_not_hold_the_others_up() -> None:
@@ -597,7 +597,7 @@ def test_answers_end_where_they_should(case: Case, name: str, temperature: float
     for request in requests:
         params, tokens = request.params, request.output_token_ids
         if exact:
-            want = slow_decode(target.logits_after, request, target.eos_token_ids, 40)
+            want = decode_reference(target.logits_after, request, target.eos_token_ids, 40)
             assert (tokens, request.finish_reason) == want
         # what follows holds for any tokens
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else target.eos_token_ids)}
@@ -885,18 +885,18 @@ def test_an_engine_that_is_cleared_goes_on(case: Case, where: str) -> None:
         list(engine.run([make(p, i, max_tokens=20, temperature=0.9) for i, p in enumerate(prompts(8))]))
     assert engine.num_running
     for _ in range(2):
-        engine.clear()
+        engine.abort_all()
         assert not watching.running, "a request that left its row has told its proposer"
         assert not engine.num_running
         assert not engine.waiting
         # other requests under other names, most of them shorter than what the rows held
         again = [make(p, 50 + i, max_tokens=14, temperature=0.9) for i, p in enumerate(prompts(7, seed=9))]
         first = next(iter(engine.run(again)))
-        assert first.output_token_ids == slow_decode(TABLE.logits_after, first)[0]
-    engine.clear()
+        assert first.output_token_ids == decode_reference(TABLE.logits_after, first)[0]
+    engine.abort_all()
     last = [make(p, 90 + i, max_tokens=14, temperature=0.9) for i, p in enumerate(prompts(7, seed=10))]
     list(engine.run(last))
-    assert outputs(last) == [slow_decode(TABLE.logits_after, r)[0] for r in last]
+    assert outputs(last) == [decode_reference(TABLE.logits_after, r)[0] for r in last]
 
 
 @METHODS
@@ -908,7 +908,7 @@ def test_an_engine_is_cleared_that_broke_at_a_first_token(case: Case) -> None:
     engine = Engine(TABLE, watching, verifier, 3)
     with pytest.raises(RuntimeError, match="broken"):
         list(engine.run([make([1, 2], max_tokens=5)]))
-    engine.clear()
+    engine.abort_all()
     assert not watching.running
     assert len(list(engine.run([make([1, 2], max_tokens=5)]))) == 1
 
@@ -921,5 +921,5 @@ def test_a_proposer_is_not_told_of_the_end_of_what_did_not_begin() -> None:
     engine = Engine(target, watching, scheme("match"), 1)
     with pytest.raises(RuntimeError, match="broken"):
         list(engine.run([make([1, 2], i, max_tokens=5) for i in range(2)]))
-    engine.clear()
+    engine.abort_all()
     assert watching.num_ended == 1

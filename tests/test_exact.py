@@ -50,7 +50,7 @@ def drafter(name: str, target: CausalLM) -> str:
     directory = Path(tempfile.mkdtemp())
     own: Any = method_of.find(name)
     architecture = {"num_modules": 3} if name == "mtp" else {}
-    checkpoint = own.fresh(target, architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)
+    checkpoint = own.init_checkpoint(target, architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)
     native.save(directory, checkpoint, {}, "")
     return str(directory)
 

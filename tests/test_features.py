@@ -35,7 +35,7 @@ from specdec.measure import records
 from specdec.model.target import CausalLM
 from specdec.training import data, features
 from specdec.training.data import Sample
-from specdec.training.features import Artifacts, Online, Writer, extract, identity
+from specdec.training.features import OnlineFeatures, StoredFeatures, Writer, extract, identity
 
 TRAIN = CONF.parent / "train"
 LISTS = [(), (0,), (4,), (1, 3), (3, 1), (0, 1, 2, 3, 4)]
@@ -53,8 +53,8 @@ def samples_of(count: int, seed: int = 0, longest: int = 40) -> list[Sample]:
     return samples
 
 
-def write(source: Online, samples: list[Sample], directory: Path, shard_bytes: int = 20_000, **options: Any) -> Path:
-    """Artifacts of these samples, in several files."""
+def write(source: OnlineFeatures, samples: list[Sample], directory: Path, shard_bytes: int = 20_000, **options: Any) -> Path:
+    """StoredFeatures of these samples, in several files."""
     extract(source, samples, Writer(directory, identity(source.target, source.layers), shard_bytes, **options), nothing)
     return directory
 
@@ -111,8 +111,8 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def whole(target: CausalLM, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Artifacts of layers 1, 3 and 4, never written to by a test."""
-    return write(Online(target, (1, 3)), samples, tmp_path_factory.mktemp("artifacts") / "whole")
+    """StoredFeatures of layers 1, 3 and 4, never written to by a test."""
+    return write(OnlineFeatures(target, (1, 3)), samples, tmp_path_factory.mktemp("artifacts") / "whole")
 
 
 @pytest.fixture
@@ -153,11 +153,11 @@ def expected(model: CausalLM, token_n: np.ndarray, layers: tuple[int, ...]) -> T
 
 @pytest.mark.parametrize("layers", LISTS)
 def test_id_i_is_what_enters_layer_i(adding: CausalLM, samples: list[Sample], layers: tuple[int, ...], tmp_path: Path) -> None:
-    """Online, from our own files, and from files as vLLM writes them; the last id leaves the last layer, before the norm."""
-    source = Online(adding, layers)
+    """OnlineFeatures, from our own files, and from files as vLLM writes them; the last id leaves the last layer, before the norm."""
+    source = OnlineFeatures(adding, layers)
     assert source.layers == tuple(sorted({*layers, 4}))
-    own = Artifacts(write(source, samples, tmp_path / "own"), adding, layers)
-    plain = Artifacts(write(source, samples, tmp_path / "plain", plain=True), adding, layers, source.layers)
+    own = StoredFeatures(write(source, samples, tmp_path / "own"), adding, layers)
+    plain = StoredFeatures(write(source, samples, tmp_path / "plain", plain=True), adding, layers, source.layers)
     for sample in samples:
         want = expected(adding, sample.token_n, layers)
         for batch in (source([sample]), own([sample]), plain([sample])):
@@ -170,12 +170,12 @@ def test_id_i_is_what_enters_layer_i(adding: CausalLM, samples: list[Sample], la
 def test_artifacts_of_more_layers_give_those_that_are_wanted(
     adding: CausalLM, samples: list[Sample], wanted: tuple[int, ...], tmp_path: Path
 ) -> None:
-    every = write(Online(adding, range(5)), samples, tmp_path / "every")
-    same(Artifacts(every, adding, wanted)(samples), Online(adding, wanted)(samples))
+    every = write(OnlineFeatures(adding, range(5)), samples, tmp_path / "every")
+    same(StoredFeatures(every, adding, wanted)(samples), OnlineFeatures(adding, wanted)(samples))
 
 
 def test_a_batch_hands_out_layers_in_the_order_asked_for(adding: CausalLM, samples: list[Sample]) -> None:
-    batch = Online(adding, range(5))(samples[:2])
+    batch = OnlineFeatures(adding, range(5))(samples[:2])
     for layers in ((0, 1, 2), (4,), (3, 1), (0, 2, 4), (2, 2)):
         want = torch.stack([batch.hidden_NTD[:, layer] for layer in layers], 1)
         assert torch.equal(batch.hidden(layers), want)
@@ -188,7 +188,7 @@ def test_states_and_laws_are_those_of_transformers(architecture: str) -> None:
     theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     pre_norm: list[Tensor] = []
     theirs.model.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
-    source = Online(model, range(5))
+    source = OnlineFeatures(model, range(5))
     for sample in [*samples_of(3), *samples_of(1, 7, 60), long_one()]:
         with torch.no_grad():
             out = theirs(torch.from_numpy(sample.token_n)[None], output_hidden_states=True)
@@ -218,8 +218,8 @@ def test_a_sample_has_the_same_bits_in_any_company(architecture: str, dtype: str
     """Alone, again, after longer ones, in another order, and kept in memory."""
     model = CausalLM(f"tiny-{architecture}", dtype, "cpu")
     own = samples_of(6)
-    first = {sample.id: Online(model, (1, 2))([sample]) for sample in own}
-    source, keeping = Online(model, (1, 2)), Online(model, (2, 1), keep_bytes=20_000)
+    first = {sample.id: OnlineFeatures(model, (1, 2))([sample]) for sample in own}
+    source, keeping = OnlineFeatures(model, (1, 2)), OnlineFeatures(model, (2, 1), keep_bytes=20_000)
     source([long_one()])
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [2, 2, 2]):
         for where in (source, keeping):
@@ -235,7 +235,7 @@ def test_a_sample_has_the_same_bits_in_any_company(architecture: str, dtype: str
 
 def test_what_is_captured_can_take_part_in_training(target: CausalLM, samples: list[Sample], whole: Path) -> None:
     """Tensors of inference mode cannot be saved for a backward pass."""
-    for source in (Online(target, (1, 3)), Artifacts(whole, target, (1, 3))):
+    for source in (OnlineFeatures(target, (1, 3)), StoredFeatures(whole, target, (1, 3))):
         batch = source(samples[:2])
         weight = torch.ones(64, requires_grad=True)
         ((batch.hidden_NTD * weight).sum() + (batch.logsumexp_N * weight.sum()).sum()).backward()
@@ -245,23 +245,23 @@ def test_what_is_captured_can_take_part_in_training(target: CausalLM, samples: l
 def test_layers_outside_the_target_are_refused(target: CausalLM, whole: Path) -> None:
     for layer in (-1, 5, 99):
         with pytest.raises(ValueError, match=rf"hidden layer {layer} is outside 0\.\.4, the layers of tiny-llama"):
-            Online(target, (1, layer))
+            OnlineFeatures(target, (1, layer))
         with pytest.raises(ValueError, match=rf"hidden layer {layer} is outside 0\.\.4"):
-            Artifacts(whole, target, (1, layer))
+            StoredFeatures(whole, target, (1, layer))
 
 
 def test_a_sample_longer_than_the_target_can_see_is_refused(target: CausalLM) -> None:
     long = Sample("x", np.zeros(4097, dtype=np.int64), np.ones(4097, dtype=bool))
     with pytest.raises(ValueError, match=r"sample x has 4097 tokens, and tiny-llama can see 4096; lower data.max_length"):
-        Online(target, ())([long])
+        OnlineFeatures(target, ())([long])
 
 
 def test_a_target_whose_logits_do_not_follow_from_its_last_state_is_refused() -> None:
     """An architecture with something between norm and logits that training would not know."""
     model = CausalLM("tiny-llama", "float32", "cpu")
-    model.cap = lambda logits: logits * 0.5  # type: ignore[method-assign]
+    model.scale_logits = lambda logits: logits * 0.5  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="not supported for training"):
-        Online(model, ())(samples_of(1))
+        OnlineFeatures(model, ())(samples_of(1))
 
 
 # ---------------------------------------------------------------------------------------------- artifacts
@@ -271,24 +271,24 @@ def test_a_target_whose_logits_do_not_follow_from_its_last_state_is_refused() ->
 def test_training_batches_are_those_of_an_online_target(architecture: str, dtype: str, tmp_path: Path) -> None:
     model = CausalLM(f"tiny-{architecture}", dtype, "cpu")
     own = samples_of(8)
-    source = Online(model, (1, 3))
+    source = OnlineFeatures(model, (1, 3))
     for plain in (False, True):
-        stored = Artifacts(write(source, own, tmp_path / f"{plain}", plain=plain), model, (3, 1))
+        stored = StoredFeatures(write(source, own, tmp_path / f"{plain}", plain=plain), model, (3, 1))
         for order in ([0, 1], [7, 2, 5], [3]):
             same(stored([own[i] for i in order]), source([own[i] for i in order]))
 
 
 def test_other_masks_of_the_same_tokens(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
     """What was extracted with one mask serves another; a set may hold a text twice, with other turns supervised."""
-    source = Online(target, (1, 3))
+    source = OnlineFeatures(target, (1, 3))
     twins = []
     for i, sample in enumerate(samples):
         for name, mask_n in (("all", np.ones_like(sample.mask_n)), ("none", ~sample.mask_n), ("tail", sample.mask_n.copy())):
             mask_n[: len(mask_n) // 2] &= name != "tail"
             twins.append(Sample(f"{name}{i}", sample.token_n, mask_n))
-    same(Artifacts(whole, target, (1, 3))(twins), source(twins))
+    same(StoredFeatures(whole, target, (1, 3))(twins), source(twins))
     both = [*samples, *twins]
-    same(Artifacts(write(source, both, tmp_path / "both"), target, (1, 3))(both), source(both))
+    same(StoredFeatures(write(source, both, tmp_path / "both"), target, (1, 3))(both), source(both))
     assert len(contents(tmp_path / "both")) == len(samples), "the same tokens are stored once"
 
 
@@ -323,7 +323,7 @@ def test_extraction_that_is_interrupted_goes_on(
     target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path, after: int
 ) -> None:
     """What was there stays; what was under way is made again; the result is that of a run without interruption."""
-    source, count = Online(target, (1, 3)), 0
+    source, count = OnlineFeatures(target, (1, 3)), 0
 
     def advance() -> None:
         nonlocal count
@@ -357,22 +357,22 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
         shutil.copytree(path.parent, tmp_path / ".hidden-99.tmp", dirs_exist_ok=True)
         raise KeyboardInterrupt
 
-    source = Online(target, (1, 3))
+    source = OnlineFeatures(target, (1, 3))
     write(source, samples[:4], tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             write(source, samples, tmp_path)
     assert len([path for path in tmp_path.iterdir() if path.name.startswith(".")]) == 1
-    same(Artifacts(tmp_path, target, (1, 3))(samples[:4]), source(samples[:4]))
+    same(StoredFeatures(tmp_path, target, (1, 3))(samples[:4]), source(samples[:4]))
     write(source, samples, tmp_path)
     assert not list(tmp_path.glob(".*"))
-    same(Artifacts(tmp_path, target, (1, 3))(samples), source(samples))
+    same(StoredFeatures(tmp_path, target, (1, 3))(samples), source(samples))
 
 
 def test_two_writers_of_one_directory_overwrite_nothing(target: CausalLM, samples: list[Sample], tmp_path: Path) -> None:
     """Both begin with the same number, and write in turn; what one has placed stays as it is."""
-    source, seen = Online(target, (1, 3)), dict[Path, bytes]()
+    source, seen = OnlineFeatures(target, (1, 3)), dict[Path, bytes]()
     writers = [Writer(tmp_path, identity(target, source.layers), 0) for _ in range(2)]
     for i, sample in enumerate(samples):
         writers[i % 2].add(sample, source.of(sample))
@@ -383,7 +383,7 @@ def test_two_writers_of_one_directory_overwrite_nothing(target: CausalLM, sample
         writer.flush()
     assert not list(tmp_path.glob(".*"))
     assert contents(tmp_path).keys() == {sample.id for sample in samples}
-    same(Artifacts(tmp_path, target, (1, 3))(samples), source(samples))
+    same(StoredFeatures(tmp_path, target, (1, 3))(samples), source(samples))
 
 
 def data_offset(path: Path) -> int:
@@ -417,9 +417,9 @@ def test_a_damaged_file_is_found_and_made_again(
     inside = len(list(features.places(victim)))
     damage(victim)
     with pytest.raises(ValueError, match=victim.name) as error:
-        Artifacts(copied, target, (1, 3))(samples)
+        StoredFeatures(copied, target, (1, 3))(samples)
     assert "extract again with resume=true" in line(error)
-    source = Online(target, (1, 3))
+    source = OnlineFeatures(target, (1, 3))
     assert extract(source, samples, Writer(copied, identity(target, source.layers), 20_000), nothing) == inside
     equal_contents(copied, whole)
 
@@ -436,7 +436,7 @@ def tried(get: Callable[[], Any]) -> tuple[Any, str]:
 def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, tmp_path: Path) -> None:
     """Also in the header, where it may change a name, a number, a hash or the grammar."""
     own = samples_of(3, longest=12)
-    source = Online(target, (3,))
+    source = OnlineFeatures(target, (3,))
     write(source, own, tmp_path, 1 << 20)
     (path,) = tmp_path.glob("*.safetensors")
     good, want, rng = path.read_bytes(), source(own), np.random.default_rng(0)
@@ -447,7 +447,7 @@ def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, 
             bad = bytearray(good)
             bad[place] ^= 1 << bit
             path.write_bytes(bytes(bad))
-            got, said = tried(lambda: Artifacts(tmp_path, target, (3,))(own))
+            got, said = tried(lambda: StoredFeatures(tmp_path, target, (3,))(own))
             assert said.startswith(str(tmp_path)) if said else same(got, want) is None, f"byte {place}: {said}"
             inside, said = tried(lambda: [features.read(where) for where, _ in features.places(path)])
             assert said.startswith(str(path)) if said else len(inside) == 3, f"byte {place}: {said}"
@@ -455,7 +455,7 @@ def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, 
         path.write_bytes(good)
         flip(path, place)
         extract(source, own, Writer(tmp_path, identity(target, source.layers)), nothing)
-        same(Artifacts(tmp_path, target, (3,))(own), want)
+        same(StoredFeatures(tmp_path, target, (3,))(own), want)
         for rest in tmp_path.glob("*.safetensors"):
             rest.unlink()
 
@@ -467,17 +467,17 @@ def test_another_target_is_refused(target: CausalLM, samples: list[Sample], whol
     )
     AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match=rf"hidden_size is 64 \(of tiny-llama\), and {tmp_path / 'narrow'} has 32"):
-        Artifacts(whole, CausalLM(tmp_path / "narrow", "float32", "cpu"), (1, 3))
+        StoredFeatures(whole, CausalLM(tmp_path / "narrow", "float32", "cpu"), (1, 3))
     shallow = hub.load_config(hub.resolve("tiny"))
     shallow.num_hidden_layers = 3
     AutoModelForCausalLM.from_config(shallow).save_pretrained(tmp_path / "shallow")
     with pytest.raises(ValueError, match=rf"num_layers is 4 \(of tiny-llama\), and {tmp_path / 'shallow'} has 3"):
-        Artifacts(whole, CausalLM(tmp_path / "shallow", "float32", "cpu"), (1,))
+        StoredFeatures(whole, CausalLM(tmp_path / "shallow", "float32", "cpu"), (1,))
     other = CausalLM(hub.tiny("llama", seed=1), "float32", "cpu")
     with pytest.raises(ValueError, match="they are of another target") as error:
-        Artifacts(whole, other, (1, 3))
+        StoredFeatures(whole, other, (1, 3))
     assert other.name in line(error)
-    source = Online(other, (1, 3))
+    source = OnlineFeatures(other, (1, 3))
     with pytest.raises(ValueError, match=r"manifest.json: target is 'tiny-llama', not .*; use another out_dir="):
         Writer(whole, identity(other, source.layers))
 
@@ -485,13 +485,13 @@ def test_another_target_is_refused(target: CausalLM, samples: list[Sample], whol
 def test_artifacts_of_another_dtype_are_refused(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
     """Either way round; both are named, and the setting that mends it."""
     low = CausalLM("tiny-llama", "bfloat16", "cpu")
-    write(Online(low, (1, 3)), samples, tmp_path / "low")
+    write(OnlineFeatures(low, (1, 3)), samples, tmp_path / "low")
     for directory, model, made_in, runs_in in (
         (tmp_path / "low", target, "bfloat16", "float32"),
         (whole, low, "float32", "bfloat16"),
     ):
         with pytest.raises(ValueError, match=f"made in {made_in}, and tiny-llama runs in {runs_in}") as error:
-            Artifacts(directory, model, (1, 3))
+            StoredFeatures(directory, model, (1, 3))
         assert f"model.dtype={made_in}" in line(error)
 
 
@@ -499,11 +499,11 @@ def test_files_without_a_manifest_of_another_target_are_refused(
     target: CausalLM, samples: list[Sample], tmp_path: Path
 ) -> None:
     """They hold no argmax to compare with; a forward of the target tells."""
-    write(Online(target, (1, 3)), samples, tmp_path, plain=True)
+    write(OnlineFeatures(target, (1, 3)), samples, tmp_path, plain=True)
     (tmp_path / "manifest.json").unlink()
     other = CausalLM(hub.tiny("llama", seed=1), "float32", "cpu")
     with pytest.raises(ValueError, match="they are of another target"):
-        Artifacts(tmp_path, other, (1, 3), (1, 3, 4))
+        StoredFeatures(tmp_path, other, (1, 3), (1, 3, 4))
 
 
 def test_a_directory_is_of_one_set_of_layers(target: CausalLM, copied: Path) -> None:
@@ -512,7 +512,7 @@ def test_a_directory_is_of_one_set_of_layers(target: CausalLM, copied: Path) -> 
     for broken in ("{", '{"format": "x", "version": 1}', '{"format": "specdec-hidden-states", "version": 2}', "[]", ""):
         (copied / "manifest.json").write_text(broken)
         with pytest.raises(ValueError, match=r"manifest\.json") as error:
-            Artifacts(copied, target, (1, 3))
+            StoredFeatures(copied, target, (1, 3))
         assert line(error)
 
 
@@ -520,9 +520,9 @@ def test_layer_ids_that_contradict_the_manifest_are_refused(target: CausalLM, wh
     """Those that say the same, in any order, are no contradiction."""
     for given in ([1, 4], [1, 2, 3, 4], [0], []):
         with pytest.raises(ValueError, match=r"the manifest of .* says \[1, 3, 4\]; leave it out") as error:
-            Artifacts(whole, target, (1, 3), given)
+            StoredFeatures(whole, target, (1, 3), given)
         assert f"features.layer_ids={given}" in line(error)
-    Artifacts(whole, target, (1, 3), [4, 3, 1, 1])
+    StoredFeatures(whole, target, (1, 3), [4, 3, 1, 1])
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
@@ -531,25 +531,25 @@ def test_layer_ids_that_are_no_numbers_are_refused(target: CausalLM, copied: Pat
     if not manifest:
         (copied / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"layer.ids") as error:
-        Artifacts(copied, target, (1, 3), given)
+        StoredFeatures(copied, target, (1, 3), given)
     assert line(error)
     if not isinstance(given, int):
         with pytest.raises(ValueError, match=r"layer ids .* must be numbers"):
-            Online(target, given)
+            OnlineFeatures(target, given)
 
 
 def test_what_is_not_stored_is_said(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layer 2 is wanted, and layers \[1, 3, 4\] are stored"):
-        Artifacts(whole, target, (1, 2))
+        StoredFeatures(whole, target, (1, 2))
     with pytest.raises(ValueError, match=r"no hidden states of sample s0 \(\d+ tokens\); extract them with the same data"):
-        Artifacts(whole, target, (1, 3))([samples[1], samples_of(1, seed=9)[0]])
+        StoredFeatures(whole, target, (1, 3))([samples[1], samples_of(1, seed=9)[0]])
     with pytest.raises(ValueError, match="no such directory"):
-        Artifacts(tmp_path / "gone", target, ())
+        StoredFeatures(tmp_path / "gone", target, ())
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"no manifest.json, so say which layers its files hold: features.layer_ids="):
-        Artifacts(tmp_path / "none", target, ())
+        StoredFeatures(tmp_path / "none", target, ())
     with pytest.raises(ValueError, match="no hidden states in there"):
-        Artifacts(tmp_path / "none", target, (), (4,))
+        StoredFeatures(tmp_path / "none", target, (), (4,))
 
 
 def test_a_disk_that_is_too_small_is_said_before(
@@ -557,7 +557,7 @@ def test_a_disk_that_is_too_small_is_said_before(
 ) -> None:
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match=r"the hidden states of 12 samples take 0\.00 GiB, and 0\.00 GiB are free") as error:
-        write(Online(target, (1, 3)), samples, tmp_path)
+        write(OnlineFeatures(target, (1, 3)), samples, tmp_path)
     assert "lower data.limit or data.max_length" in line(error)
     assert not list(tmp_path.glob("*.safetensors"))
     assert not list(tmp_path.glob(".*"))
@@ -567,7 +567,7 @@ def test_a_disk_that_is_too_small_is_said_before(
 def test_a_disk_that_fills_up_leaves_whole_files_only(
     target: CausalLM, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    real, source, count = features.save_file, Online(target, (1, 3)), 0
+    real, source, count = features.save_file, OnlineFeatures(target, (1, 3)), 0
 
     def full(tensors: Any, path: Path, metadata: Any = None) -> None:
         nonlocal count
@@ -586,7 +586,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_only(
     assert len(files) == 2
     before = [path.read_bytes() for path in files]
     monkeypatch.setattr(features, "save_file", real)
-    stored = Artifacts(write(source, samples, tmp_path, plain=plain), target, (1, 3))
+    stored = StoredFeatures(write(source, samples, tmp_path, plain=plain), target, (1, 3))
     assert [path.read_bytes() for path in files] == before
     same(stored(samples), source(samples))
 
@@ -597,46 +597,46 @@ def test_a_disk_that_fills_up_leaves_whole_files_only(
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_files_as_vllm_writes_them_are_read(target: CausalLM, samples: list[Sample], tmp_path: Path, lacking: int) -> None:
     """A file per request, no manifest. What was recorded while decoding lacks the last token, which was never processed."""
-    source = Online(target, (1, 3))
+    source = OnlineFeatures(target, (1, 3))
     for i, sample in enumerate(samples):
         keep = len(sample.token_n) - lacking
         states = source.of(sample).hidden_nTD[:keep].contiguous()
         save_file(
             {"hidden_states": states, "token_ids": torch.from_numpy(sample.token_n[:keep])}, tmp_path / f"r{i}.safetensors"
         )
-    stored = Artifacts(tmp_path, target, (3, 1), layer_ids=[1, 3, 4])
+    stored = StoredFeatures(tmp_path, target, (3, 1), layer_ids=[1, 3, 4])
     got, want = stored(samples[::-1]), source(samples[::-1])
     ends = torch.from_numpy(np.cumsum(want.length_B) - 1)
     if lacking:
         assert (got.hidden_NTD[ends] == 0).all()
         want.hidden_NTD[ends] = 0  # nothing is drafted or judged there
     same(got, want)
-    same_less = Artifacts(tmp_path, target, (3,), layer_ids=[1, 3, 4])(samples)
+    same_less = StoredFeatures(tmp_path, target, (3,), layer_ids=[1, 3, 4])(samples)
     assert same_less.hidden_NTD.shape[1] == 2
     with pytest.raises(ValueError, match=r"\[tokens, 2 layers, 64\] is expected") as error:
-        Artifacts(tmp_path, target, (3,), layer_ids=[3, 4])(samples)
+        StoredFeatures(tmp_path, target, (3,), layer_ids=[3, 4])(samples)
     assert line(error)
 
 
 def test_files_of_32_bit_tokens_are_read(target: CausalLM, samples: list[Sample], tmp_path: Path) -> None:
-    source = Online(target, ())
+    source = OnlineFeatures(target, ())
     for sample in samples:
         tensors = {"hidden_states": source.of(sample).hidden_nTD, "token_ids": torch.from_numpy(sample.token_n).int()}
         save_file(tensors, tmp_path / f"{sample.id}.safetensors")
-    same(Artifacts(tmp_path, target, (), [4])(samples), source(samples))
+    same(StoredFeatures(tmp_path, target, (), [4])(samples), source(samples))
 
 
 def test_files_that_are_something_else_are_refused(target: CausalLM, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors: cut short or not hidden states"):
-        Artifacts(tmp_path, target, (), [4])
+        StoredFeatures(tmp_path, target, (), [4])
     save_file({"hidden_states": torch.zeros(3, 1, 64), "token_ids": torch.zeros(4).long()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors: 3 states for 4 tokens"):
-        Artifacts(tmp_path, target, (), [4])
+        StoredFeatures(tmp_path, target, (), [4])
     for tokens in (torch.tensor([1, 2, 320]), torch.zeros(0).long()):
         save_file({"hidden_states": torch.zeros(len(tokens), 1, 64), "token_ids": tokens}, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=r"model\.safetensors: its token_ids are none of tiny-llama \(0\.\.319\)"):
-            Artifacts(tmp_path, target, (), [4])
+            StoredFeatures(tmp_path, target, (), [4])
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -645,7 +645,7 @@ def test_files_are_written_as_vllm_writes_them(target: CausalLM, tmp_path: Path,
     own = samples_of(8)
     names = ["a", "a/1", "a_1", "a 1", "hidden-x", "ü", "../b", "n" * 300]
     own = [Sample(name, sample.token_n, sample.mask_n) for name, sample in zip(names, own, strict=True)]
-    source = Online(target, (2,))
+    source = OnlineFeatures(target, (2,))
     if resume:
         write(source, own[:6], tmp_path / "out", plain=True)
     write(source, own, tmp_path / "out", plain=True)
@@ -659,9 +659,9 @@ def test_files_are_written_as_vllm_writes_them(target: CausalLM, tmp_path: Path,
         assert tensors["hidden_states"].shape == (len(tensors["token_ids"]), 2, 64)
         with safe_open(path, framework="pt") as file:
             assert not file.metadata()
-    same(Artifacts(tmp_path / "out", target, (2,))(own), source(own))
+    same(StoredFeatures(tmp_path / "out", target, (2,))(own), source(own))
     (tmp_path / "out" / "manifest.json").unlink()
-    same(Artifacts(tmp_path / "out", target, (2,), [2, 4])(own), source(own))
+    same(StoredFeatures(tmp_path / "out", target, (2,), [2, 4])(own), source(own))
 
 
 # ------------------------------------------------------------------------------------------- train/extract.py
@@ -722,7 +722,7 @@ def test_extract_writes_what_an_online_target_would_give(texts: Path, tmp_path: 
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     model = CausalLM("tiny-llama", "bfloat16", "cpu")
     own = data.load(texts, model.tokenizer, model.vocab_size).samples
-    same(Artifacts(tmp_path / "out", model, (1, 3))(own), Online(model, (1, 3))(own))
+    same(StoredFeatures(tmp_path / "out", model, (1, 3))(own), OnlineFeatures(model, (1, 3))(own))
     tokens = sum(len(sample.token_n) for sample in own)
     per_token = 2 * 64 * 3 + 21
     assert f"6 samples, {tokens} tokens, layers [1, 3, 4]" in done.out
@@ -747,7 +747,7 @@ def test_extract_as_vllm_does(texts: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == {f"c{i}.safetensors" for i in range(6)}
     model = CausalLM("tiny-llama", "float32", "cpu")
     own = data.load(texts, model.tokenizer, model.vocab_size).samples
-    same(Artifacts(tmp_path / "out", model, (1,))(own), Online(model, (1,))(own))
+    same(StoredFeatures(tmp_path / "out", model, (1,))(own), OnlineFeatures(model, (1,))(own))
     done = call("extract", *arguments, "out_dir=out", "resume=true", cwd=tmp_path)
     assert "0 samples computed, 6 were there" in done.out
 
@@ -939,7 +939,7 @@ def test_greedy_answers_are_what_the_target_says(prepared: Path) -> None:
     assert {row["id"] for row in greedy} == {"one", "three", "line 5"}
     for row in greedy:
         sample = Sample(row["id"], np.array(row["input_ids"]), np.array(row["loss_mask"], dtype=bool))
-        chosen = Online(model, ()).of(sample).argmax_n
+        chosen = OnlineFeatures(model, ()).of(sample).argmax_n
         assert chosen is not None
         assert sample.token_n[1:][sample.mask_n[1:]].tolist() == chosen[:-1][torch.from_numpy(sample.mask_n[1:])].tolist()
 
@@ -1163,7 +1163,7 @@ def test_of_an_earlier_answer_what_stands_there_as_generated_is_supervised() -> 
             SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[10, 11, 12], params=params, finish_reason="stop"),
             SimpleNamespace(prompt_token_ids=second, output_token_ids=[20], params=params, finish_reason="stop"),
         ]
-        row = prepare["row_of"](task, requests, tokenizer)
+        row = prepare["request_record"](task, requests, tokenizer)
         assert row["input_ids"] == [*second, 20]
         assert row["loss_mask"] == mask
 
@@ -1250,7 +1250,7 @@ def test_rows_with_a_line_that_is_not_theirs_are_not_touched(tmp_path: Path, bad
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line {place}: not a row of ours") as error:
-        records.Rows(path)
+        records.JsonlFile(path)
     assert line(error)
     assert path.read_bytes() == b"".join(lines)
 
@@ -1259,7 +1259,7 @@ def test_rows_with_a_line_that_is_not_theirs_are_not_touched(tmp_path: Path, bad
 def test_only_a_last_line_that_was_cut_short_is_dropped(tmp_path: Path, rest: bytes) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD * 2 + rest)
-    rows = records.Rows(path)
+    rows = records.JsonlFile(path)
     assert rows.rows == [{"id": "a"}, {"id": "a"}]
     rows.add({"id": "c"})
     rows.close()

@@ -23,7 +23,7 @@ from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
 from specdec.policy.cost import CostTable
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 
 NAN, INF = float("nan"), float("inf")
 BAD = 4  # the token after which the table has no law
@@ -157,9 +157,9 @@ def test_adaptive_verification_hides_no_drafter_without_numbers(
     """The policy would verify nothing of such a draft, and nobody would ever hear of it."""
     target = CausalLM("tiny-qwen3", "float32", "cpu")
     run = engine(target, "draft_model", model=spoiled, **DRAFTED["draft_model, drawn"])
-    run.proposer.gives_evidence = True
+    run.proposer.return_confidence = True
     costs = CostTable([1, 4], [0, 1, 3], [[0.01, 0.011, 0.013], [0.011, 0.014, 0.02]], [[0.0, 0.001, 0.003]] * 2, {})
-    run.policy = Adaptive(costs, 3, 3, auto=False, trims=True, num_evidence=run.proposer.num_evidence)
+    run.policy = Adaptive(costs, 3, 3, auto=False, trims=True, num_confidence_features=run.proposer.num_confidence_features)
     requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
     one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", "not finite")
 
@@ -169,7 +169,7 @@ def test_adaptive_verification_hides_no_drafter_without_numbers(
 def test_a_drafter_without_numbers(name: str, temperature: float, one_line: Callable[..., str]) -> None:
     target = CausalLM("tiny", "float32", "cpu")
     eagle3: Any = method.find("eagle3")
-    drafter = eagle3(target, eagle3.fresh(target, {}, Init()), 2)
+    drafter = eagle3(target, eagle3.init_checkpoint(target, {}, Init()), 2)
     drafter.fc.weight.data[0] = NAN
     run = engine(target)
     run.proposer = drafter
@@ -188,7 +188,7 @@ def test_a_drafter_without_numbers(name: str, temperature: float, one_line: Call
 
 def test_hidden_states_without_numbers(spoiled: CausalLM, one_line: Callable[..., str]) -> None:
     mask = np.array([False, True, True, True])
-    one_line(lambda: Online(spoiled, [1])([Sample("s", np.array([70, BAD, 71, 72]), mask)]), "sample s", "not finite")
+    one_line(lambda: OnlineFeatures(spoiled, [1])([Sample("s", np.array([70, BAD, 71, 72]), mask)]), "sample s", "not finite")
 
 
 # ------------------------------------------------------------------------------------------------- at rest

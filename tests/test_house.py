@@ -146,7 +146,7 @@ def test_a_method_is_one_class_with_propose(name: str) -> None:
     proposers = [c for c in own if callable(getattr(c, "propose", None))]
     assert len(proposers) == 1
     assert method.find(name) is proposers[0]
-    for attribute in ("hidden_layers", "needs_logits", "begin", "end", "reserve", "more_bytes"):
+    for attribute in ("hidden_layers", "needs_logits", "on_start", "on_finish", "reserve", "bytes_to_grow"):
         assert hasattr(proposers[0], attribute), f"{name} lacks {attribute} of core.Proposer"
 
 

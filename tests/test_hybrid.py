@@ -14,8 +14,8 @@ from test_methods import SLOTS, context, states, text, tiny
 from torch import Tensor
 
 from specdec import method, rejection
-from specdec.core import Context, Draft, Proposer, Request, RequestStats, Silent, ragged
-from specdec.engine import LONG_OUT, Engine
+from specdec.core import Context, Draft, Proposer, Request, RequestStats, StatelessProposer, draft_from_lists
+from specdec.engine import MAX_PENDING_STATES, Engine
 from specdec.llm import SpeculativeConfig
 from specdec.measure import report, stats
 from specdec.method.hybrid import Hybrid
@@ -36,7 +36,7 @@ def build(*parts: dict[str, Any], target: Any = None, **more: Any) -> Hybrid:
 
 
 def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
-    proposer.begin(row, Request(f"r{row}", prompt, SamplingParams(max_tokens=64)))
+    proposer.on_start(row, Request(f"r{row}", prompt, SamplingParams(max_tokens=64)))
 
 
 # -------------------------------------------------------------------------------------------------- conditions
@@ -100,36 +100,36 @@ def test_evidence_has_columns_for_each_part() -> None:
     alone = []
     for own, row in zip(parts, texts, strict=True):
         proposer: Any = build(own)
-        proposer.gives_evidence = True
+        proposer.return_confidence = True
         begin(proposer, row, texts[row][:-1])
-        alone.append(proposer.propose(context(proposer, {row: texts[row]})).evidence_BKF[0])
+        alone.append(proposer.propose(context(proposer, {row: texts[row]})).confidence_BKF[0])
     proposer = build(*parts)
-    assert proposer.num_evidence == 5
-    assert not proposer.gives_evidence
-    proposer.gives_evidence = True
+    assert proposer.num_confidence_features == 5
+    assert not proposer.return_confidence
+    proposer.return_confidence = True
     for row, tokens in texts.items():
         begin(proposer, row, tokens[:-1])
-    evidence_BKF = proposer.propose(context(proposer, texts)).evidence_BKF
-    assert torch.equal(evidence_BKF[0], torch.cat([alone[0], torch.zeros(NUM_DRAFT, 2)], 1))
-    torch.testing.assert_close(evidence_BKF[1], torch.cat([torch.zeros(NUM_DRAFT, 3), alone[1]], 1))
-    assert (evidence_BKF[0, :, 0] == 1).all()
-    assert (evidence_BKF[1, :, 3] == 1).all()
+    confidence_BKF = proposer.propose(context(proposer, texts)).confidence_BKF
+    assert torch.equal(confidence_BKF[0], torch.cat([alone[0], torch.zeros(NUM_DRAFT, 2)], 1))
+    torch.testing.assert_close(confidence_BKF[1], torch.cat([torch.zeros(NUM_DRAFT, 3), alone[1]], 1))
+    assert (confidence_BKF[0, :, 0] == 1).all()
+    assert (confidence_BKF[1, :, 3] == 1).all()
 
 
 def test_every_part_sees_its_own_layers_in_its_own_order() -> None:
     seen: list[tuple[tuple[int, ...], Tensor]] = []
 
-    class Looks(Silent):
+    class Looks(StatelessProposer):
         def __init__(self, layers: tuple[int, ...]) -> None:
             self.num_speculative_tokens, self.hidden_layers = 1, layers
 
         def propose(self, context: Context) -> Draft:
             assert context.hidden is not None
             seen.append((self.hidden_layers, context.hidden[0]))
-            return ragged([np.zeros(0, dtype=np.int64) for _ in context.rows])
+            return draft_from_lists([np.zeros(0, dtype=np.int64) for _ in context.rows])
 
     proposer = build(*[{"method": "mlp", "model": "fresh"}] * 3)
-    for turn, layers in zip(proposer.turns, [(3, 1), (1, 2), (3, 1, 2)], strict=True):
+    for turn, layers in zip(proposer.components, [(3, 1), (1, 2), (3, 1, 2)], strict=True):
         turn.proposer = Looks(layers)
     proposer.compose()
     assert proposer.hidden_layers == (3, 1, 2)
@@ -149,21 +149,21 @@ LEARNED = {name: {"method": name, "model": "fresh"} for name in ("eagle", "eagle
 }
 
 
-class Gate(Silent):
+class Gate(StatelessProposer):
     """Drafts token 1 for a row in the steps that it is told, and so keeps others from it."""
 
     num_speculative_tokens = NUM_DRAFT
     open = False
 
     def propose(self, context: Context) -> Draft:
-        return ragged([np.array([1] if self.open else [], dtype=np.int64) for _ in context.rows])
+        return draft_from_lists([np.array([1] if self.open else [], dtype=np.int64) for _ in context.rows])
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
     """Two turns, of which the second's draft is rejected; then it sits out for longer than its states are kept."""
     proposer, tokens = build(NGRAM, LEARNED[name]), text(3, 30)
-    gate = proposer.turns[0].proposer = Gate()
+    gate = proposer.components[0].proposer = Gate()
     begin(proposer, 0, tokens)
     rng = np.random.default_rng(0)
     with_gate = dict(zip(("ngram", name), (True, False), strict=True))
@@ -187,11 +187,12 @@ def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
 def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
     target, kept = tiny(), 0
     proposer = build(NGRAM, {"method": "eagle3", "model": "fresh"}, target=target)
-    gate = proposer.turns[0].proposer = Gate()
-    gate.open, turn = True, proposer.turns[1]
+    gate = proposer.components[0].proposer = Gate()
+    gate.open, turn = True, proposer.components[1]
     engine = Engine(target, proposer, scheme("standard"), max_batch_size=2, prefill_chunk_size=64)
     requests = [
-        Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * LONG_OUT, ignore_eos=True)) for i in range(2)
+        Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * MAX_PENDING_STATES, ignore_eos=True))
+        for i in range(2)
     ]
     engine.add(*requests)
     steps = 0
@@ -200,9 +201,9 @@ def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
         steps += 1
         held = [sum(len(part) for _, part in own) for own in turn.kept.values()]
         kept = max(kept, *held, 0) if held else kept
-        if steps == 2 * LONG_OUT:
+        if steps == 2 * MAX_PENDING_STATES:
             gate.open = False
-    assert LONG_OUT // 2 < kept <= LONG_OUT + NUM_DRAFT + 1
+    assert MAX_PENDING_STATES // 2 < kept <= MAX_PENDING_STATES + NUM_DRAFT + 1
     assert not turn.kept, "a row that is free holds nothing"
     assert set(requests[0].stats.proposer) == {"ngram", "eagle3", ""}
 
@@ -289,7 +290,7 @@ def test_without_a_number_of_tokens() -> None:
         SpeculativeConfig(method="hybrid", proposers=[NGRAM]).build(tiny())
 
 
-class Noting(Silent):
+class Noting(StatelessProposer):
     """Drafts in the steps whose text has the right length, and holds what it is told against the record."""
 
     num_speculative_tokens = NUM_DRAFT
@@ -298,20 +299,20 @@ class Noting(Silent):
         self.name, self.every, self.told = name, every, Counter[int]()
 
     def propose(self, context: Context) -> Draft:
-        assert context.stood_B is not None
-        for request, stood in zip(context.requests, context.stood_B.tolist(), strict=True):
+        assert context.num_accepted_prev_B is not None
+        for request, stood in zip(context.requests, context.num_accepted_prev_B.tolist(), strict=True):
             own = [a for who, a in zip(request.stats.proposer, request.stats.accepted, strict=True) if who == self.name]
             assert stood == (own[-1] if own else 0)
             self.told[stood] += 1
         counts = np.where(context.length_B % self.every == 0, np.minimum(context.max_draft_B, 3), 0)
-        return ragged([np.full(count, 7) for count in counts])
+        return draft_from_lists([np.full(count, 7) for count in counts])
 
 
 def test_a_part_is_told_what_stood_of_its_own_drafts() -> None:
     """By lot, with two parts that take turns and steps without any draft."""
     proposer = build(NGRAM, LEARNED["draft_model"])
     parts = [Noting("ngram", 3), Noting("draft_model", 2)]
-    for turn, part in zip(proposer.turns, parts, strict=True):
+    for turn, part in zip(proposer.components, parts, strict=True):
         turn.proposer = part
     verifier = rejection.build("synthetic", NUM_DRAFT, synthetic_acceptance_rates=[0.8, 0.5, 0.3])
     engine = Engine(tiny(), proposer, verifier, max_batch_size=2)
@@ -325,7 +326,7 @@ def test_a_part_drafts_as_much_as_it_can() -> None:
     mlp = LEARNED["mlp"] | {"model": "fresh"}
     for most in (2, 5):
         proposer = build(NGRAM, mlp, num_speculative_tokens=most)
-        assert [turn.proposer.num_speculative_tokens for turn in proposer.turns] == [most, min(most, 3)]
+        assert [turn.proposer.num_speculative_tokens for turn in proposer.components] == [most, min(most, 3)]
     with pytest.raises(ValueError, match=r"proposers\[1\]: num_speculative_tokens=4, .* n_predict=3"):
         build(NGRAM, mlp | {"num_speculative_tokens": 4}, num_speculative_tokens=5)
 
@@ -333,14 +334,14 @@ def test_a_part_drafts_as_much_as_it_can() -> None:
 def test_drafts_of_the_costly_part_are_paid_for() -> None:
     """Costs are of the part that takes a model; a lookup's drafts cost nothing."""
     proposer = build(NGRAM, LEARNED["eagle3"])
-    assert proposer.costly is proposer.turns[1].proposer
+    assert proposer.cost_proposer is proposer.components[1].proposer
     for row in range(2):
         begin(proposer, row, [5, 6, 7, 5])
     draft = proposer.propose(context(proposer, {0: [5, 6, 7, 5, 6], 1: [5, 6, 7, 8, 9]}))
     assert draft.proposer_B == ["ngram", "eagle3"]
-    assert draft.paid_B is not None
-    assert draft.paid_B.tolist() == [0, int(draft.length_B[1])]
-    assert draft.among(np.array([0, 2]), 3).paid_B.tolist() == [0, 0, int(draft.length_B[1])]  # type: ignore[union-attr]
-    assert build(NGRAM, {"method": "ngram", "prompt_lookup_min": 1}).costly is None
+    assert draft.num_model_drafted_B is not None
+    assert draft.num_model_drafted_B.tolist() == [0, int(draft.length_B[1])]
+    assert draft.scatter_rows(np.array([0, 2]), 3).num_model_drafted_B.tolist() == [0, 0, int(draft.length_B[1])]  # type: ignore[union-attr]
+    assert build(NGRAM, {"method": "ngram", "prompt_lookup_min": 1}).cost_proposer is None
     table = cost.measure(tiny(), proposer, [1], context=20, repeats=1)
     assert table.draft_s[0][-1] > 1e-4 + 2 * table.draft_s[0][0]

@@ -751,9 +751,9 @@ class Greedy:
     needs_logits = True
     def __init__(self, target):
         self.target = target
-    def begin(self, row, request):
+    def on_start(self, row, request):
         self.begun = (row, request.id)
-    def end(self, row):
+    def on_finish(self, row):
         self.ended = row
     def propose(self, context):
         (hidden,) = context.hidden

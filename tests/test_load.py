@@ -26,7 +26,7 @@ from specdec.core import Request, RequestStats, Step
 from specdec.engine import Engine
 from specdec.measure import records, serving, stats, tasks
 from specdec.measure.serving import Arrival
-from specdec.measure.stats import Served
+from specdec.measure.stats import RequestTiming
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy import cost
@@ -162,7 +162,7 @@ def request(*steps: tuple[int, int, int, float, int], trimmed: int = 0) -> Reque
 def test_latencies_are_measured_from_when_a_request_was_due() -> None:
     own = request((3, 2, 3, 0.5, 2), (3, 0, 1, 1.0, 1))
     own.queue_s, own.time_to_first_token_s = 2.0, 0.25
-    one = Served(10.0, 10.5, own)  # the engine was in a step for half a second
+    one = RequestTiming(10.0, 10.5, own)  # the engine was in a step for half a second
     assert one.admitted_s == 12.5
     assert one.time_to_first_token == 2.75
     assert one.end_to_end == 4.25
@@ -171,13 +171,13 @@ def test_latencies_are_measured_from_when_a_request_was_due() -> None:
     assert one.time_per_output_token == 1.5 / 4
     # tokens at 12.75 (1), 13.25 (3), 14.25 (1)
     assert [one.tokens_between(*ends) for ends in ((0, 12.75), (12.75, 13.25), (13, 14.25), (13, 15))] == [0, 1, 3, 4]
-    assert Served(0, 0, RequestStats()).time_per_output_token is None
+    assert RequestTiming(0, 0, RequestStats()).time_per_output_token is None
 
 
 def test_a_run_by_hand() -> None:
-    first = Served(0.0, 0.0, request((2, 1, 2, 1.0, 1), (2, 2, 3, 2.0, 2)))  # tokens at 0, 1, 3
-    second = Served(2.0, 2.0, request((2, 0, 1, 1.0, 2), trimmed=1))  # tokens at 2, 3
-    got = stats.under_load([first, second])
+    first = RequestTiming(0.0, 0.0, request((2, 1, 2, 1.0, 1), (2, 2, 3, 2.0, 2)))  # tokens at 0, 1, 3
+    second = RequestTiming(2.0, 2.0, request((2, 0, 1, 1.0, 2), trimmed=1))  # tokens at 2, 3
+    got = stats.serving_metrics([first, second])
     assert (got["num_requests"], got["num_output_tokens"], got["begin_s"], got["end_s"]) == (2, 8, 0.0, 3.0)
     assert got["output_tokens_per_s"] == 8 / 3
     assert got["requests_per_s"] == 2 / 3
@@ -188,14 +188,16 @@ def test_a_run_by_hand() -> None:
     assert got["inter_token_s"]["median"] == 1.0
     assert got["end_to_end_s"]["mean"] == 2.0
     assert got["mean_acceptance_length"] == 1 + 3 / 3
-    early, late = stats.under_load([first, second], 0.0, 1.5), stats.under_load([first, second], 1.5, 3.0)
+    early, late = stats.serving_metrics([first, second], 0.0, 1.5), stats.serving_metrics([first, second], 1.5, 3.0)
     assert (early["num_requests"], late["num_requests"]) == (1, 1)
     assert (early["output_tokens_per_s"], late["output_tokens_per_s"]) == (3 / 1.5, 1 / 1.5), "the last come at 3.0, not before"
     assert (early["requests_per_s"], late["requests_per_s"]) == (0, 0)
 
 
 def test_phases_that_num_requests_cuts_short() -> None:
-    served = [Served(at, at, request((1, 1, 2, 0.25, 1))) for at in (0.0, 0.5, 2.25, 2.5)]  # two tokens each, and a first
+    served = [
+        RequestTiming(at, at, request((1, 1, 2, 0.25, 1))) for at in (0.0, 0.5, 2.25, 2.5)
+    ]  # two tokens each, and a first
     rates = [(1.0, 2.0), (1.0, 0.0), (2.0, 4.0), (5.0, 1.0)]
     cut, whole = (stats.by_phase(served, rates, cut) for cut in (True, False))
     assert list(cut) == ["0 to 1 s at 2/s", "1 to 2 s at 0/s", "2 to 2.75 s at 4/s"]
@@ -209,15 +211,21 @@ def test_phases_that_num_requests_cuts_short() -> None:
 
 
 def test_a_phase_in_which_nobody_came() -> None:
-    got = stats.under_load([Served(0.0, 0.0, request((1, 1, 2, 5.0, 1)))], 2.0, 4.0)
+    got = stats.serving_metrics([RequestTiming(0.0, 0.0, request((1, 1, 2, 5.0, 1)))], 2.0, 4.0)
     assert got["num_requests"] == 0
     assert got["output_tokens_per_s"] == 0
     assert got["time_to_first_token_s"] is got["mean_batch_size"] is got["wasted_share"] is None
 
 
 def test_spread_and_ratio() -> None:
-    assert stats.spread([]) is None
-    assert stats.spread([3.0, 1.0, 2.0]) == {"mean": 2.0, "median": 2.0, "p90": 2.8, "p99": pytest.approx(2.98), "max": 3.0}
+    assert stats.percentiles([]) is None
+    assert stats.percentiles([3.0, 1.0, 2.0]) == {
+        "mean": 2.0,
+        "median": 2.0,
+        "p90": 2.8,
+        "p99": pytest.approx(2.98),
+        "max": 3.0,
+    }
     got = stats.ratio_of_sums([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert got == {"ratio": 2.0, "low": 2.0, "high": 2.0}
     mixed = stats.ratio_of_sums([1.0, 3.0], [1.0, 1.0])
@@ -304,10 +312,13 @@ def ask(name: str) -> Request:
 
 
 def test_a_request_that_comes_during_a_step_waits_from_then_on() -> None:
-    turns: list[serving.Turn] = []
+    turns: list[serving.StepRecord] = []
     engine: Any = Slow(0.05)
     timed = [(0.0, ask("a")), (0.01, ask("b")), (0.3, ask("c"))]
-    got = {r.id: (arrival_s, added_s) for arrival_s, added_s, r in serving.send(engine, timed, lambda t, _: turns.append(t))}
+    got = {
+        r.id: (arrival_s, added_s)
+        for arrival_s, added_s, r in serving.run_open_loop(engine, timed, lambda t, _: turns.append(t))
+    }
     assert [got[name][0] for name in "abc"] == [0.0, 0.01, 0.3]
     assert 0.05 <= got["b"][1] < 0.1, "given to the engine after the step"
     assert 0.3 <= got["c"][1] < 0.34, "it was idle, so at once"
@@ -332,14 +343,14 @@ def test_it_sleeps_only_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> N
         sleep(seconds)
 
     monkeypatch.setattr(serving.time, "sleep", counted)
-    assert len(list(serving.send(engine, [(0.0, ask("a")), (0.0, ask("b")), (0.1, ask("c"))]))) == 3
+    assert len(list(serving.run_open_loop(engine, [(0.0, ask("a")), (0.0, ask("b")), (0.1, ask("c"))]))) == 3
     assert len(slept) == 1
     assert slept[0] == pytest.approx(0.1, abs=0.03)
 
 
 def test_one_at_a_time() -> None:
     engine: Any = Slow(0.01)
-    got = list(serving.send(engine, [(5.0, ask("a")), (5.0, ask("b"))], one_at_a_time=True))
+    got = list(serving.run_open_loop(engine, [(5.0, ask("a")), (5.0, ask("b"))], one_at_a_time=True))
     assert [r.id for _, _, r in got] == ["a", "b"]
     assert all(arrival_s == added_s for arrival_s, added_s, _ in got)
     assert got[1][0] >= 0.02, "when the first was finished"
@@ -347,7 +358,7 @@ def test_one_at_a_time() -> None:
 
 def test_who_stops_listening_leaves_the_engine_empty() -> None:
     engine: Any = Slow(0.0)
-    sent = serving.send(engine, [(0.0, ask("a")), (0.0, ask("b"))])
+    sent = serving.run_open_loop(engine, [(0.0, ask("a")), (0.0, ask("b"))])
     next(sent)
     sent.close()
     assert engine.cleared
@@ -368,14 +379,14 @@ def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Pat
         name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2)
         for name, own in (("none", {}), ("draft_model", {"model": "tiny", "num_speculative_tokens": 2}))
     }
-    records = {name: serving.Record() for name in engines}
+    records = {name: serving.RunRecord() for name in engines}
     params = SamplingParams(temperature=0, max_tokens=6)
     pieces = [chosen[:3], chosen[3:]]
     order: list[str] = []
     for name, engine in engines.items():
         monkeypatch.setattr(engine, "step", lambda name=name, step=engine.step: (order.append(name), step())[1])
     before = time.perf_counter()
-    names = [name for name, *_ in serving.take_turns(engines, records, pieces, 2.0, params, 0)]
+    names = [name for name, *_ in serving.run_interleaved(engines, records, pieces, 2.0, params, 0)]
     took = time.perf_counter() - before
     assert sorted(names) == ["draft_model"] * 5 + ["none"] * 5
     assert order[:4] == ["none", "draft_model"] * 2, "step by step"
@@ -400,9 +411,9 @@ TINY = ("model=tiny", "task=jsonl", "sampling.max_tokens=8", "sampling.ignore_eo
 
 def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
     path, out_dir = short_tasks(tmp_path / "tasks.jsonl", 6), tmp_path / "run"
-    warm = ("sampling.temperature=0.8", "seed=3", f"task.path={path}")
+    warm_start = ("sampling.temperature=0.8", "seed=3", f"task.path={path}")
     rate = "request_rate=[[0.4, 20], [0.4, 60]]"
-    done = cli("load", *TINY, *SELF, *warm, rate, "max_batch_size=2", f"out_dir={out_dir}")
+    done = cli("load", *TINY, *SELF, *warm_start, rate, "max_batch_size=2", f"out_dir={out_dir}")
     assert done.code == 0, done.err
     names = {"requests.jsonl", "steps.jsonl", "summary.json", "config.yaml", "run.json", "load.png"}
     assert {file.name for file in out_dir.iterdir()} == names
@@ -429,34 +440,34 @@ def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
     assert all(words in done.out for words in ("0 to 0.4 s at 20/s", "served /s", "wasted", "all")), done.out
 
     # what a request says hangs neither on the load nor on its neighbours
-    assert cli("run", *TINY, *SELF, *warm, "baseline=false", f"out_dir={tmp_path / 'alone'}").code == 0
+    assert cli("run", *TINY, *SELF, *warm_start, "baseline=false", f"out_dir={tmp_path / 'alone'}").code == 0
     alone = outputs(tmp_path / "alone")
     assert all(outputs(out_dir)[name] == alone[name] for name in alone if name.endswith("/1"))
 
     # its arrivals are a trace; without speculation the same requests come at the same times
     trace = ("arrivals=trace", f"trace={out_dir / 'requests.jsonl'}", "method=none", "rejection=match")
-    again = cli("load", *TINY, *warm, *trace, f"out_dir={tmp_path / 'again'}")
+    again = cli("load", *TINY, *warm_start, *trace, f"out_dir={tmp_path / 'again'}")
     assert again.code == 0, again.err
     same = lambda folder: {row["id"]: (row["arrival_s"], row["seed"], row["num_prompt_tokens"]) for row in rows_of(folder)}
     assert same(tmp_path / "again" / "requests.jsonl") == same(out_dir / "requests.jsonl")
 
     before = contents(out_dir)
-    assert "already holds a run" in cli("load", *TINY, *SELF, *warm, f"out_dir={out_dir}").error
-    assert "cannot go on" in cli("load", *TINY, *SELF, *warm, f"out_dir={out_dir}", "resume=true").error
+    assert "already holds a run" in cli("load", *TINY, *SELF, *warm_start, f"out_dir={out_dir}").error
+    assert "cannot go on" in cli("load", *TINY, *SELF, *warm_start, f"out_dir={out_dir}", "resume=true").error
     assert contents(out_dir) == before
 
 
 def test_a_thousand_requests_above_capacity(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is lost, none comes twice, and memory does not grow with what is through."""
     path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
-    resident, add = [], records.Rows.add
+    resident, add = [], records.JsonlFile.add
 
-    def watched(self: records.Rows, row: dict[str, Any]) -> None:
+    def watched(self: records.JsonlFile, row: dict[str, Any]) -> None:
         add(self, row)
         if "arrival_s" in row:
             resident.append(psutil.Process().memory_info().rss / 2**20)
 
-    monkeypatch.setattr(records.Rows, "add", watched)
+    monkeypatch.setattr(records.JsonlFile, "add", watched)
     many = ("num_requests=1000", "request_rate=5000", "max_batch_size=16", "sampling.max_tokens=3", "method=ngram")
     done = cli("load", *TINY, *many, f"task.path={path}", f"out_dir={out_dir}")
     assert done.code == 0, done.err
@@ -478,7 +489,7 @@ def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
     rows = list(records.rows_in(out_dir / "requests.jsonl"))
     assert 20 <= len(rows) < 2000
     assert len({row["id"] for row in rows}) == len(rows)
-    assert stats.under_load([records.served_of(row) for row in rows])["num_requests"] == len(rows)
+    assert stats.serving_metrics([records.served_of(row) for row in rows])["num_requests"] == len(rows)
     assert list(records.rows_in(out_dir / "steps.jsonl"))
     assert not (out_dir / "summary.json").exists()
     assert len(serving.trace(out_dir / "requests.jsonl")) == len(rows)
@@ -696,14 +707,14 @@ def test_a_verdict_names_what_it_does_not_count() -> None:
 
 def test_outputs_that_differ_are_said(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     path = short_tasks(tmp_path / "tasks.jsonl", 2)
-    add = serving.Record.add
+    add = serving.RunRecord.add
 
-    def spoil(self: serving.Record, served: Served, request: Request) -> None:
+    def spoil(self: serving.RunRecord, served: RequestTiming, request: Request) -> None:
         if request.stats.accepted and max(request.stats.accepted):
             request.output_token_ids = [*request.output_token_ids[:-1], 0]
         add(self, served, request)
 
-    monkeypatch.setattr(serving.Record, "add", spoil)
+    monkeypatch.setattr(serving.RunRecord, "add", spoil)
     few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", "runs={own: {method: draft_model, model: tiny}}")
     done = cli("choose", *TINY, f"task.path={path}", *few, f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err

@@ -55,8 +55,8 @@ class Case:
             self.logits_QV.logsumexp(-1), label_Q, index[torch.from_numpy(rng.integers(0, VOCAB, num_taught))], count_Q,
         )  # fmt: skip
         shares = (1.0, 0.7, 0.4, 0.0)  # rows of every step; the last has none
-        self.taught = [np.flatnonzero(rng.random(num_taught) < share) for share in shares]
-        self.hidden = [torch.randn(len(places), WIDTH, generator=noise) for places in self.taught]
+        self.labelled = [np.flatnonzero(rng.random(num_taught) < share) for share in shares]
+        self.hidden = [torch.randn(len(places), WIDTH, generator=noise) for places in self.labelled]
         self.weight_VD = torch.randn(num_draft, WIDTH, generator=noise)
         self.step_weight = [0.8**k for k in range(len(shares))]
 
@@ -66,7 +66,7 @@ class Case:
         """The loss, its sums and hits, and the gradients of `scale` x loss by name."""
         weight = self.weight_VD.clone().requires_grad_(not frozen)
         hidden = [h.clone().requires_grad_() for h in self.hidden]
-        loss, sums, hits = function(hidden, self.taught, weight, self.teacher, self.step_weight, terms, cap)
+        loss, sums, hits = function(hidden, self.labelled, weight, self.teacher, self.step_weight, terms, cap)
         (scale * loss).backward()
         found = {"loss": loss.detach(), "sums": sums, "hits": torch.cat(hits)}
         found |= {f"gradient of step {k}": torch.zeros_like(h) if h.grad is None else h.grad for k, h in enumerate(hidden)}
@@ -98,7 +98,7 @@ def law(logits: Tensor) -> list[float]:
 @pytest.mark.parametrize("terms", MIXES, ids=str)
 def test_distill_is_the_readable_one(terms: dict[str, float], cap: str, bias: bool) -> None:
     case = Case(cap, bias)
-    agree(case.run(losses.distill, terms), case.run(losses.readable_distill, terms))
+    agree(case.run(losses.distill, terms), case.run(losses.distill_reference, terms))
 
 
 def tanh_cap(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,27 +109,27 @@ def tanh_cap(logits: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("terms", MIXES, ids=str)
 def test_what_the_drafter_does_to_its_logits_has_a_slope(terms: dict[str, float]) -> None:
     case = Case()
-    agree(case.run(losses.distill, terms, cap=tanh_cap), case.run(losses.readable_distill, terms, cap=tanh_cap))
+    agree(case.run(losses.distill, terms, cap=tanh_cap), case.run(losses.distill_reference, terms, cap=tanh_cap))
 
 
 def test_the_data_alone_teach_without_the_target() -> None:
     """nll: the same loss, hits and gradients, with the target's law left out or never there; its overlap is not known then."""
     case, terms = Case(), {"nll": 1.0}
-    want = case.run(losses.readable_distill, terms)
-    assert not losses.need_law(terms)
+    want = case.run(losses.distill_reference, terms)
+    assert not losses.needs_target_probs(terms)
     whole = case.teacher
     for teacher in (whole, dataclasses.replace(whole, state_QD=None, weight_VD=None, logsumexp_Q=None)):
         case.teacher = teacher
         got = case.run(losses.distill, terms)
-        taught = [len(places) > 0 for places in case.taught]
-        assert got["sums"][taught, losses.OVERLAP].isnan().all()
+        labelled = [len(places) > 0 for places in case.labelled]
+        assert got["sums"][labelled, losses.OVERLAP].isnan().all()
         agree(
             got | {"sums": got["sums"][:, [losses.LOSS, losses.HITS, losses.ROWS]]},
             want | {"sums": want["sums"][:, [losses.LOSS, losses.HITS, losses.ROWS]]},
         )
     case.teacher = whole
     with torch.no_grad():  # as when it is validated
-        sums = losses.distill(case.hidden, case.taught, case.weight_VD, whole, case.step_weight, terms)[1]
+        sums = losses.distill(case.hidden, case.labelled, case.weight_VD, whole, case.step_weight, terms)[1]
     torch.testing.assert_close(sums, want["sums"])
 
 
@@ -137,7 +137,7 @@ def test_the_data_alone_teach_without_the_target() -> None:
 def test_blocks_and_strips_do_not_matter(block: int, strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one row and of several, that hold no row of some step; strips smaller and larger than a block."""
     case = Case("capped")
-    want = case.run(losses.readable_distill, MIXES[3])
+    want = case.run(losses.distill_reference, MIXES[3])
     monkeypatch.setattr(losses, "BLOCK", block)
     monkeypatch.setattr(losses, "STRIP", strip)
     agree(case.run(losses.distill, MIXES[3]), want)
@@ -145,7 +145,7 @@ def test_blocks_and_strips_do_not_matter(block: int, strip: int, monkeypatch: py
 
 def test_the_whole_vocabulary_can_be_drafted() -> None:
     case = Case(num_draft=VOCAB)
-    agree(case.run(losses.distill, MIXES[3]), case.run(losses.readable_distill, MIXES[3]))
+    agree(case.run(losses.distill, MIXES[3]), case.run(losses.distill_reference, MIXES[3]))
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
@@ -175,7 +175,7 @@ def test_no_rows_at_all() -> None:
 def test_under_autocast_it_is_close(terms: dict[str, float]) -> None:
     """Products in bfloat16, everything else in float32. Gradients as a whole: the slope of tv jumps where p and q meet."""
     case = Case()
-    want = case.run(losses.readable_distill, terms)
+    want = case.run(losses.distill_reference, terms)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = case.run(losses.distill, terms)
     for name, exact in want.items():
@@ -200,7 +200,7 @@ def test_the_loss_in_words(terms: dict[str, float]) -> None:
     """Row by row and token by token, in float64."""
     case = Case("capped")
     found, total = case.run(losses.distill, terms), 0.0
-    for k, places in enumerate(case.taught):
+    for k, places in enumerate(case.labelled):
         sums = np.zeros(4)
         for row, place in enumerate(places.tolist()):
             p, whole = law(case.logits_QV[place, case.ids]), law(case.logits_QV[place])
@@ -218,7 +218,7 @@ def test_the_loss_in_words(terms: dict[str, float]) -> None:
         np.testing.assert_allclose(found["sums"][k].numpy(), sums, rtol=1e-5, atol=1e-5)
         total += case.step_weight[k] * sums[LOSS]
     assert found["loss"].item() == pytest.approx(total, rel=1e-5)
-    assert found["sums"][:, ROWS].tolist() == [len(places) for places in case.taught]
+    assert found["sums"][:, ROWS].tolist() == [len(places) for places in case.labelled]
     assert found["sums"][0, HITS] > 0
     assert found["sums"][0, OVERLAP] > 0
 
@@ -227,7 +227,7 @@ def test_a_draft_that_is_the_target_loses_nothing() -> None:
     """Where all tokens can be drafted: no kl, no tv, no slope, all hits, and everything is accepted."""
     case = Case(bias=False, num_draft=VOCAB)
     case.weight_VD = case.whole_VD
-    case.hidden = [case.teacher.state_QD[torch.from_numpy(places)] for places in case.taught]
+    case.hidden = [case.teacher.state_QD[torch.from_numpy(places)] for places in case.labelled]
     found = case.run(losses.distill, {"kl": 1.0, "tv": 1.0})
     assert abs(found["loss"].item()) < 1e-4
     assert found["gradient of the head"].abs().max() < 1e-4
@@ -244,7 +244,7 @@ def test_tokens_that_the_target_never_says_make_no_nan(terms: dict[str, float]) 
         bias[[0, 3]] = low
         case.teacher = replace(case.teacher, bias_V=bias)
         results = []
-        for function in (losses.distill, losses.readable_distill):
+        for function in (losses.distill, losses.distill_reference):
             found = case.run(function, terms)
             assert all(torch.isfinite(x).all() for x in found.values()), function.__name__
             results.append(found)
@@ -254,7 +254,7 @@ def test_tokens_that_the_target_never_says_make_no_nan(terms: dict[str, float]) 
 def test_a_row_that_teaches_nothing_leaves_no_gradient() -> None:
     case = Case()
     found = case.run(losses.distill, MIXES[3])
-    for k, places in enumerate(case.taught):
+    for k, places in enumerate(case.labelled):
         silent = (case.teacher.count_Q[torch.from_numpy(places)] == 0).numpy()
         assert (found[f"gradient of step {k}"].abs().sum(-1) == 0).numpy().tolist() == silent.tolist()
 
@@ -314,11 +314,11 @@ def test_logits_of_all_rows_never_exist_at_once(dtype: torch.dtype, monkeypatch:
     teacher = Teacher(
         state_QD, head_VD, None, lambda x: x, torch.full((num_rows,), 20.0), label_Q, label_Q, torch.ones(num_rows)
     )
-    taught = [np.arange(num_rows - k) for k in range(3)]
-    hidden = [state_QD[: len(places)].clone().requires_grad_() for places in taught]
+    labelled = [np.arange(num_rows - k) for k in range(3)]
+    hidden = [state_QD[: len(places)].clone().requires_grad_() for places in labelled]
     weight = head_VD.clone().requires_grad_()
     with Largest() as largest, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        loss, _, _ = losses.distill(hidden, taught, weight, teacher, [1.0, 0.8, 0.6], {"ce": 1.0, "tv": 1.0})
+        loss, _, _ = losses.distill(hidden, labelled, weight, teacher, [1.0, 0.8, 0.6], {"ce": 1.0, "tv": 1.0})
         loss.backward()
     limit = strip if dtype == torch.bfloat16 else block
     assert num_draft * width < limit < num_draft * num_rows / 8, "the figures of this test can tell"

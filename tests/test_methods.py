@@ -176,12 +176,12 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
         given = {"prompt_lookup_min": low, "prompt_lookup_max": low + int(rng.integers(4)), "prompt_lookup_latest": latest}
         k, vocab = int(rng.integers(1, 6)), int(rng.integers(1, 6))
         plain, device = Ngram(k, **given), NgramGpu(tiny(), k, **given)
-        plain.gives_evidence = device.gives_evidence = True
+        plain.return_confidence = device.return_confidence = True
         device.reserve(5, 20)
         device.reserve(5, SLOTS)
         texts = {row: rng.integers(0, vocab, rng.integers(1, 30)).tolist() for row in range(5)}
         for row, tokens in texts.items():
-            device.begin(row, Request("", tokens, SamplingParams()))
+            device.on_start(row, Request("", tokens, SamplingParams()))
         for _ in range(8):
             rows = np.flatnonzero(rng.random(5) < 0.7).tolist() or [2]
             now = context(plain, {row: texts[row] for row in rows}, max_draft=rng.integers(0, k + 1, len(rows)).tolist())
@@ -189,8 +189,8 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
             assert torch.equal(got.length_B, want.length_B)
             live_BK = torch.arange(want.token_BK.shape[1]) < want.length_B.unsqueeze(1)
             assert torch.equal(got.token_BK[live_BK], want.token_BK[live_BK])
-            assert got.evidence_BKF is not None
-            torch.testing.assert_close(got.evidence_BKF, want.evidence_BKF)
+            assert got.confidence_BKF is not None
+            torch.testing.assert_close(got.confidence_BKF, want.confidence_BKF)
             drafted += int(live_BK.sum())
             for row in rows:
                 texts[row] = [*texts[row], *rng.integers(0, vocab, rng.integers(1, 5)).tolist()]
@@ -214,15 +214,15 @@ def test_followers_are_counted_as_in_words() -> None:
 def test_ngram_evidence() -> None:
     """7 came after (1, 2) once, 8 twice; the leftmost match drafts 7 and what came after it."""
     proposer, text = Ngram(2, prompt_lookup_min=2, prompt_lookup_max=2), [1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2]
-    assert proposer.propose(context(proposer, {0: text})).evidence_BKF is None, "nobody asked"
-    proposer.gives_evidence = True
+    assert proposer.propose(context(proposer, {0: text})).confidence_BKF is None, "nobody asked"
+    proposer.return_confidence = True
     draft = proposer.propose(context(proposer, {0: text, 1: [4, 5], 2: [5, 5, 6, 5, 5]}))
     assert draft.length_B.tolist() == [2, 0, 2]
-    assert draft.evidence_BKF is not None
-    assert draft.evidence_BKF[1].count_nonzero() == 0
+    assert draft.confidence_BKF is not None
+    assert draft.confidence_BKF[1].count_nonzero() == 0
     want = torch.log(torch.tensor([[1.5 / 2.5, 1.5 / 0.5], [1.5 / 0.5, 1.5 / 0.5]]))
-    torch.testing.assert_close(draft.evidence_BKF[[0, 2], :, 0], want)
-    assert (draft.evidence_BKF[[0, 2], :, 1] == 2 - 3).all()
+    torch.testing.assert_close(draft.confidence_BKF[[0, 2], :, 0], want)
+    assert (draft.confidence_BKF[[0, 2], :, 1] == 2 - 3).all()
 
 
 def test_unknown_settings_name_the_nearest() -> None:
@@ -247,7 +247,7 @@ def drafter(name: str) -> tempfile.TemporaryDirectory[str]:
     """A checkpoint of a drafter as it is before training, for `tiny`."""
     directory, own = tempfile.TemporaryDirectory(), method.find(name)
     architecture = {"num_modules": 3} if name == "mtp" else {}
-    checkpoint = own.fresh(tiny(), architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
+    checkpoint = own.init_checkpoint(tiny(), architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
     native.save(Path(directory.name), checkpoint, {}, "")
     return directory
 
@@ -290,7 +290,7 @@ TEXTS = {0: text(0, 40), 1: text(1, 23), 3: text(3, 61)}  # row 2 is free
 
 
 def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
-    proposer.begin(row, Request(f"r{row}", prompt, SamplingParams(max_tokens=64)))
+    proposer.on_start(row, Request(f"r{row}", prompt, SamplingParams(max_tokens=64)))
     HANDED.setdefault(proposer, {})[row] = 0
 
 
@@ -321,13 +321,13 @@ def check(proposer: Proposer, given: Context) -> Draft:
 
 def test_room_is_counted_before_it_is_taken(make: Make) -> None:
     proposer = make()  # with room for 4 rows
-    assert proposer.more_bytes(4, SLOTS) == 0
+    assert proposer.bytes_to_grow(4, SLOTS) == 0
     begin(proposer, 0, TEXTS[0][:-1])
     want = drafts(proposer, {0: TEXTS[0]})
-    more = proposer.more_bytes(6, 4 * SLOTS)
-    assert more == 0 or more > proposer.more_bytes(6, 2 * SLOTS) > 0
+    more = proposer.bytes_to_grow(6, 4 * SLOTS)
+    assert more == 0 or more > proposer.bytes_to_grow(6, 2 * SLOTS) > 0
     proposer.reserve(6, 4 * SLOTS)
-    assert proposer.more_bytes(6, 4 * SLOTS) == 0
+    assert proposer.bytes_to_grow(6, 4 * SLOTS) == 0
     assert drafts(proposer, {0: TEXTS[0]}) == want, "growing keeps what a running request has"
 
 
@@ -362,20 +362,20 @@ def test_evidence_changes_no_draft(make: Make) -> None:
     for proposer in (plain, telling):
         for row, tokens in TEXTS.items():
             begin(proposer, row, tokens[:-1])
-    telling.gives_evidence = True
+    telling.return_confidence = True
     for temperature in (0.0, 0.8):
         silent = check(plain, context(plain, TEXTS, temperature=temperature))
         draft = check(telling, context(telling, TEXTS, temperature=temperature))
-        assert silent.evidence_BKF is None
+        assert silent.confidence_BKF is None
         assert torch.equal(draft.length_B, silent.length_B)
         live_BK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)
         assert torch.equal(draft.token_BK[live_BK], silent.token_BK[live_BK])
-        if telling.num_evidence and live_BK.any():
-            assert draft.evidence_BKF is not None
-            assert draft.evidence_BKF.shape == (*draft.token_BK.shape, telling.num_evidence)
-            assert draft.evidence_BKF.isfinite().all()
+        if telling.num_confidence_features and live_BK.any():
+            assert draft.confidence_BKF is not None
+            assert draft.confidence_BKF.shape == (*draft.token_BK.shape, telling.num_confidence_features)
+            assert draft.confidence_BKF.isfinite().all()
         else:
-            assert draft.evidence_BKF is None or not draft.evidence_BKF.count_nonzero()
+            assert draft.confidence_BKF is None or not draft.confidence_BKF.count_nonzero()
 
 
 def test_proposing_twice_is_proposing_once(make: Make) -> None:
@@ -432,11 +432,11 @@ def test_a_row_serves_one_request_after_another(make: Make) -> None:
     begin(used, 0, first[:30])
     for length in (31, 34, 40):
         check(used, context(used, {0: first[:length]}))
-    used.end(0)
+    used.on_finish(0)
     for proposer in (fresh, used):
         begin(proposer, 0, second[:-1])
     assert drafts(used, {0: second}) == drafts(fresh, {0: second})
-    used.end(0)
+    used.on_finish(0)
 
 
 # -------------------------------------------------------------------------------------------- draft model

@@ -53,10 +53,10 @@ class Hasty(Policy):
     def __init__(self) -> None:
         self.rng = np.random.default_rng(os.getpid())
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return self.rng.integers(0, most_B + 1)
 
-    def kept(self, rows: np.ndarray, draft: Any) -> np.ndarray:
+    def verify_lengths(self, rows: np.ndarray, draft: Any) -> np.ndarray:
         return self.rng.integers(0, draft.length_B.numpy() + 1)
 
 
@@ -106,13 +106,13 @@ def work(jobs: dict[str, Any]) -> None:
         if model == MODELS[0]:
             told["adapted"] = answers(target, {**LM, "model": model}, 0.0, 3, Hasty())
         told["same"][model] = same_bits(target)
-        told["bytes"][model] = target.new_cache().more_bytes(1, 100)
+        told["bytes"][model] = target.new_cache().bytes_to_grow(1, 100)
     told["errors"] = [error_of(lambda own=own: LLM(**own, device="cpu")) for own in jobs["errors"]]
     # without torchrun's name scripts fail as one process does, so that this one goes on
     name = os.environ.pop("TORCHELASTIC_RUN_ID")
     told["refused"] = [script(arguments) for arguments in jobs["refused"]]
     told["ran"] = [script(jobs["run"])]
-    if group.leads:  # as if it had been interrupted
+    if group.is_main:  # as if it had been interrupted
         path = Path(jobs["out_dir"]) / "requests.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]) + '{"id": ')
     told["ran"].append(script([*jobs["run"], "resume=true"]))
@@ -216,7 +216,7 @@ def test_tokens_are_those_of_one_process(model: str, jobs: dict[str, Any], two: 
 def test_states_are_whole_and_the_same_everywhere(model: str, jobs: Any, two: tuple[list[dict[str, Any]], Done]) -> None:
     for told in two[0]:
         assert told["same"][model] == [True] * 5
-        assert told["bytes"][model] * SIZE == jobs["wholes"][model].new_cache().more_bytes(1, 100), "each has its own heads"
+        assert told["bytes"][model] * SIZE == jobs["wholes"][model].new_cache().bytes_to_grow(1, 100), "each has its own heads"
 
 
 def test_what_cannot_be_cut(two: tuple[list[dict[str, Any]], Done]) -> None:
@@ -271,7 +271,7 @@ def test_one_process_says_how_to_start_more() -> None:
         LLM("tiny-llama", device="cpu", speculative_config=given)
 
 
-class Apart(distributed.Processes):
+class Apart(distributed.ProcessGroup):
     """One of several processes that keeps its part to itself."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -310,7 +310,7 @@ def test_parts_of_a_layer(way: str, bias: bool) -> None:
 def test_plans_of_architectures(model_type: str) -> None:
     """All dense ones have a plan that is understood; a mixture of experts is refused."""
     plan = tensor_parallel.plan_of(AutoConfig.for_model(model_type), 2)
-    assert tensor_parallel.cuts_heads(plan) == (model_type not in ("phi3", "olmo2"))
+    assert tensor_parallel.shards_heads(plan) == (model_type not in ("phi3", "olmo2"))
 
 
 def test_a_mixture_of_experts_is_refused() -> None:

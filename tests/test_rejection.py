@@ -1288,7 +1288,7 @@ def test_uniforms_do_not_depend_on_the_shape_of_the_call() -> None:
 # Sampling: probs against a reference that goes token by token
 
 
-def slow_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+def probs_reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """Temperature, then min-p, top-k and top-p, each on what the one before left over."""
     vocab = len(logits)
     if params.temperature == 0:
@@ -1336,7 +1336,7 @@ def assert_laws(params: list[SamplingParams], row_N: Tensor, logits_NV: Tensor) 
     p_NV = probs(logits_NV, params, row_N)
     assert p_NV.dtype == torch.float32
     for n, b in enumerate(row_N.tolist()):
-        wanted = slow_law(logits_NV[n].numpy(), params[b])
+        wanted = probs_reference(logits_NV[n].numpy(), params[b])
         assert (p_NV[n].numpy()[wanted == 0] == 0).all(), params[b]
         assert (p_NV[n].numpy()[wanted > 1e-37] > 0).all(), params[b]  # below is the end of float32
         assert np.allclose(p_NV[n].numpy(), wanted, rtol=1e-4, atol=1e-6), params[b]
@@ -1387,7 +1387,7 @@ def test_probs_of_half_precision_logits(dtype: torch.dtype) -> None:
 # Sampling: adjust against a reference that recounts every prefix from scratch
 
 
-def slow_adjust(
+def apply_penalties_reference(
     logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], stop_ids: list[int]
 ) -> np.ndarray:
     """One position, whose output so far is `output` (draft tokens before it included)."""
@@ -1453,7 +1453,7 @@ def test_adjust_counts_the_draft_before_each_position(num_draft: int) -> None:
     for b, p in enumerate(params):
         for j in range(int(draft.length_B[b]) + 1):
             so_far = outputs[b] + draft.token_BK[b, :j].tolist()
-            wanted = slow_adjust(logits_BJV[b, j].numpy(), p, prompts[b], so_far, stop_ids[b])
+            wanted = apply_penalties_reference(logits_BJV[b, j].numpy(), p, prompts[b], so_far, stop_ids[b])
             assert np.allclose(adjusted_BJV[b, j].numpy(), wanted, rtol=1e-5, atol=1e-5), (b, j)
 
 

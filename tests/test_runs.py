@@ -52,7 +52,7 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
     "eval/profile_cost": (["model=tiny"], "out_dir"),
     "eval/bench": (["model=tiny"], "out_dir"),
 }
-ALONE = ("eval/compare", "eval/prove", "eval/gpu", "train/bench")
+SINGLE = ("eval/compare", "eval/prove", "eval/gpu", "train/bench")
 RESUMES = ("train/eagle", "train/mtp", "train/mlp", "train/pard", "train/draft_model", "train/extract", "eval/run")
 EVERY = pytest.mark.parametrize("name", HYDRA)
 FEW = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", "baseline=false")
@@ -65,7 +65,7 @@ def run(name: str, *arguments: object, cwd: Path) -> Any:
 def test_every_script_is_here() -> None:
     """What holds for each must hold for a new one too."""
     scripts = {f"{folder}/{path.stem}" for folder in ("train", "eval") for path in (ROOT / folder).glob("*.py")}
-    assert scripts == {*HYDRA, *ALONE}
+    assert scripts == {*HYDRA, *SINGLE}
     for name in scripts:
         assert "with script.one_line():" in (ROOT / f"{name}.py").read_text(), name
 
@@ -245,7 +245,7 @@ time.sleep(20)
 """
 
 
-@pytest.mark.parametrize("name", [*HYDRA, *ALONE])
+@pytest.mark.parametrize("name", [*HYDRA, *SINGLE])
 def test_ctrl_c_while_torch_is_imported(name: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(FAKE.format(name="SIGINT"))
     env = {**os.environ, **OFFLINE, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -544,7 +544,7 @@ def tiny() -> CausalLM:
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("drafter") / "eagle3"
     directory.mkdir()
-    native.save(directory, method.find("eagle3").fresh(tiny(), {}, Init()), {}, "")
+    native.save(directory, method.find("eagle3").init_checkpoint(tiny(), {}, Init()), {}, "")
     return directory
 
 

@@ -70,7 +70,7 @@ def test_every_number_of_a_ragged_request_by_hand() -> None:
 def test_unconditional_and_conditional_rates_have_counts_of_their_own() -> None:
     """Position 1, the second: two drafts got there with a token to judge (lengths 3 and 2), one was accepted.
     The draft of length 1 never had a second token: it counts against the unconditional rate only."""
-    got = stats.derive(RAGGED.histogram(), 11)
+    got = stats.acceptance_metrics(RAGGED.histogram(), 11)
     assert got["num_accepted_per_position"] == [3, 1, 1]
     assert got["num_reached_per_position"] == [4, 2, 1]
     assert got["acceptance_rate_per_position"] == [3 / 4, 1 / 4, 1 / 4]
@@ -78,7 +78,7 @@ def test_unconditional_and_conditional_rates_have_counts_of_their_own() -> None:
 
 
 def test_with_full_drafts_conditional_rates_are_ratios_of_unconditional_ones() -> None:
-    got = stats.derive(request([3] * 8, [0, 1, 1, 2, 2, 2, 3, 3]).histogram(), 22)
+    got = stats.acceptance_metrics(request([3] * 8, [0, 1, 1, 2, 2, 2, 3, 3]).histogram(), 22)
     rates = got["acceptance_rate_per_position"]
     assert rates == [7 / 8, 5 / 8, 2 / 8]
     ratios = [rate / before for rate, before in zip(rates, [1.0, *rates], strict=False)]
@@ -88,11 +88,11 @@ def test_with_full_drafts_conditional_rates_are_ratios_of_unconditional_ones() -
 
 
 def test_a_rate_without_a_count_is_none() -> None:
-    never_second = stats.derive(request([2, 2], [0, 0]).histogram(), 2)
+    never_second = stats.acceptance_metrics(request([2, 2], [0, 0]).histogram(), 2)
     assert never_second["conditional_acceptance_per_position"] == [0.0, None]
     assert never_second["acceptance_rate_per_position"] == [0.0, 0.0]
 
-    no_drafts = stats.derive(request([0, 0], [0, 0]).histogram(), 2)
+    no_drafts = stats.acceptance_metrics(request([0, 0], [0, 0]).histogram(), 2)
     assert no_drafts["draft_acceptance_rate"] is None
     assert no_drafts["acceptance_rate_per_position"] == []
     assert no_drafts["mean_acceptance_length"] == 1.0
@@ -188,8 +188,8 @@ def test_busy_seconds_divide_a_step_among_its_rows() -> None:
     for own in together:
         own.add(2, 1, 2, 1.0, 2.0, batch_size=2)
     together[0].add(2, 0, 1, 1.0, 2.0, batch_size=1)
-    assert stats.busy_seconds(together, "draft_s") == 2.0
-    assert stats.busy_seconds(together, "verify_s") == 4.0
+    assert stats.row_share_seconds(together, "draft_s") == 2.0
+    assert stats.row_share_seconds(together, "verify_s") == 4.0
     assert stats.decode_tokens_per_s(together) == (2 + 2 + 1) / 6.0
     assert stats.decode_tokens_per_s([RequestStats()]) is None
 

@@ -321,31 +321,31 @@ def test_a_draft_below_the_least_score_is_not_made() -> None:
     text = {0: [1, 2, 3, 1, 2, 4, 1, 2]}  # 3 came after one of three
     for least, want in ((0.0, [3]), (0.33, [3]), (0.34, [])):
         proposer = Suffix(num_speculative_tokens=1, min_score=least)
-        proposer.begin(0, make_request(text[0]))
+        proposer.on_start(0, make_request(text[0]))
         assert propose(proposer, text) == [want]
 
 
 def test_evidence_is_from_the_tree_that_drafts() -> None:
     proposer = Suffix(num_speculative_tokens=3)
-    proposer.gives_evidence = True
-    proposer.begin(0, make_request([1, 2, 3, 1, 2, 4, 1, 2]))
-    proposer.begin(1, make_request([7]))
+    proposer.return_confidence = True
+    proposer.on_start(0, make_request([1, 2, 3, 1, 2, 4, 1, 2]))
+    proposer.on_start(1, make_request([7]))
     draft = proposer.propose(make_context({0: [1, 2, 3, 1, 2, 4, 1, 2], 1: [7]}))
     assert draft.length_B.tolist() == [2, 0]
-    assert draft.evidence_BKF is not None
+    assert draft.confidence_BKF is not None
     want = torch.log(torch.tensor([[1.5 / 2.5, 2 / 4], [1.5 / 0.5, 2 / 4]]))  # 1 of 3, then 1 of 1, after a match of 2
-    torch.testing.assert_close(draft.evidence_BKF[0], want)
-    assert not draft.evidence_BKF[1].count_nonzero()
+    torch.testing.assert_close(draft.confidence_BKF[0], want)
+    assert not draft.confidence_BKF[1].count_nonzero()
 
 
 def test_drafts_from_the_prompt_and_from_other_responses() -> None:
     proposer = Suffix(num_speculative_tokens=3)
-    proposer.begin(0, make_request([1, 2, 3, 4, 5, 9]))
+    proposer.on_start(0, make_request([1, 2, 3, 4, 5, 9]))
     assert propose(proposer, {0: [1, 2, 3, 4, 5, 9, 1, 2]}) == [[3, 4]]  # twice the match: 2 tokens
     assert propose(proposer, {0: [1, 2, 3, 4, 5, 9, 1, 2, 3, 4]}) == [[5, 9, 1]]  # K
     assert propose(proposer, {0: [1, 2, 3, 4, 5, 9, 1, 2, 3, 4]}, max_draft=1) == [[5]]  # the row's budget
     assert propose(proposer, {0: [1, 2, 3, 4, 5, 9, 1, 2, 3, 4]}, max_draft=0) == [[]]
-    proposer.begin(1, make_request([7, 8]))
+    proposer.on_start(1, make_request([7, 8]))
     # the other's response, still running, has 1 2 3 4; its prompt, which goes on to 5, is its own affair
     assert propose(proposer, {0: [1, 2, 3, 4, 5, 9, 1, 2, 3, 4], 1: [7, 8, 1, 2]}) == [[5, 9, 1], [3, 4]]
     assert propose(proposer, {1: [7, 8, 1, 2, 3, 4]}) == [[]]
@@ -354,29 +354,29 @@ def test_drafts_from_the_prompt_and_from_other_responses() -> None:
 def test_end_caches_the_response_to_its_last_token() -> None:
     proposer = Suffix()
     request = make_request([7, 8])
-    proposer.begin(0, request)
+    proposer.on_start(0, request)
     propose(proposer, {0: [7, 8, 1, 2]})
     request.output_token_ids = [1, 2, 3, 4]  # as the engine does before it calls end
-    proposer.end(0)
+    proposer.on_finish(0)
     assert proposer.responses.num_tokens == 4
-    proposer.begin(0, make_request([9]))
+    proposer.on_start(0, make_request([9]))
     assert propose(proposer, {0: [9, 1, 2]}) == [[3, 4]]
-    proposer.end(0)  # an engine that fills in nothing: what was seen stays
+    proposer.on_finish(0)  # an engine that fills in nothing: what was seen stays
     assert proposer.responses.num_tokens == 6
 
 
 def test_reset_makes_the_cache_cold() -> None:
     proposer = Suffix()
     for row, response in ((0, [1, 2, 3]), (1, [1, 2, 4])):
-        proposer.begin(row, make_request([9]))
+        proposer.on_start(row, make_request([9]))
         propose(proposer, {row: [9, *response]})
-    proposer.end(0)
+    proposer.on_finish(0)
     proposer.reset()
-    proposer.begin(0, make_request([8]))
+    proposer.on_start(0, make_request([8]))
     assert propose(proposer, {0: [8, 1, 2]}) == [[]]
     assert propose(proposer, {1: [9, 1, 2, 4, 5]}) == [[]]  # runs on
     for row in (0, 1):
-        proposer.end(row)
+        proposer.on_finish(row)
     assert proposer.responses.num_tokens == 3
 
 
@@ -385,23 +385,23 @@ def test_without_cached_requests_there_is_no_tree_of_responses() -> None:
     assert proposer.responses is None
     assert proposer.num_speculative_tokens == 24
     for prompt in ([9, 1, 2, 3], [8]):
-        proposer.begin(0, make_request(prompt))
+        proposer.on_start(0, make_request(prompt))
         assert propose(proposer, {0: [*prompt, 1, 2]}) == [[3, 1] if len(prompt) > 1 else []]
-        proposer.end(0)
+        proposer.on_finish(0)
         proposer.reset()
 
 
 def test_a_running_request_has_one_of_the_cached_places() -> None:
     proposer = Suffix(suffix_decoding_max_cached_requests=1)
-    proposer.begin(0, make_request([5]))
+    proposer.on_start(0, make_request([5]))
     propose(proposer, {0: [5, 7, 8, 9]})
-    proposer.begin(1, make_request([6]))  # takes the place of the response 7 8 9, though that goes on
+    proposer.on_start(1, make_request([6]))  # takes the place of the response 7 8 9, though that goes on
     assert propose(proposer, {1: [6, 7, 8]}) == [[]]
     assert propose(proposer, {0: [5, 7, 8, 9, 7, 8]}) == [[9, 7]]  # its own tree is still there
     for row in (0, 1):
-        proposer.end(row)
+        proposer.on_finish(row)
     assert proposer.responses.num_tokens == 2
-    proposer.begin(0, make_request([5]))
+    proposer.on_start(0, make_request([5]))
     assert proposer.responses.num_tokens == 0
 
 
@@ -417,10 +417,10 @@ def test_proposer_is_arctics(case: dict) -> None:
     for step in case["steps"]:
         for row in step["end"]:
             del texts[row]
-            proposer.end(row)
+            proposer.on_finish(row)
         for row, prompt in step["begin"].items():
             texts[int(row)] = list(prompt)
-            proposer.begin(int(row), make_request(prompt))
+            proposer.on_start(int(row), make_request(prompt))
         for row, tokens in step["tokens"].items():
             texts[int(row)] += tokens
         if texts:
@@ -437,7 +437,7 @@ def test_proposer_against_reference_trees() -> None:
         for row in range(3):
             if row not in running and rng.random() < 0.5:
                 prompt = [rng.randrange(4) for _ in range(rng.randrange(1, 20))]
-                proposer.begin(row, make_request(prompt, max_tokens=rng.choice([None, 4, 40])))
+                proposer.on_start(row, make_request(prompt, max_tokens=rng.choice([None, 4, 40])))
                 num_begun += 1
                 responses.start(num_begun)
                 cached.append(num_begun)
@@ -449,7 +449,7 @@ def test_proposer_against_reference_trees() -> None:
                 running[row] = (num_begun, len(prompt), prompt, tree)
             elif row in running and rng.random() < 0.1:
                 del running[row]
-                proposer.end(row)
+                proposer.on_finish(row)
         expected, texts = [], {}
         for row, (key, seen, tokens, tree) in running.items():
             tokens = tokens + [rng.randrange(4) for _ in range(rng.randrange(1, 5))]

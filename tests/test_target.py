@@ -24,7 +24,7 @@ from specdec.model.packed_linear import PackedLinear, can_pack
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 
 CPU = torch.device("cpu")
 
@@ -176,7 +176,7 @@ def test_a_longrope_model_ends_where_its_first_factors_do(longrope: Path, one_li
     long = Request("a", list(range(70)), SamplingParams(max_tokens=1))
     one_line(lambda: Engine(target, none, scheme).add(long), "the prompt has 70 tokens", "shorten the prompt; ", "LongRoPE")
     sample = Sample("a", np.arange(71), np.ones(71, dtype=bool))
-    one_line(lambda: Online(target, [1])([sample]), "sample a has 71 tokens", "lower data.max_length", "LongRoPE")
+    one_line(lambda: OnlineFeatures(target, [1])([sample]), "sample a has 71 tokens", "lower data.max_length", "LongRoPE")
     drafter = method.build("draft_model", CausalLM("tiny", "float32", "cpu"), model=target, num_speculative_tokens=2)
     assert drafter.max_model_len == 70, "rows that are longer are not drafted for"
 
@@ -204,7 +204,7 @@ def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
     target.vocab_size = 320
     drafter: Any = own(target, checkpoint, 2)  # type: ignore[call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())
-    batches = {n: Online(target, [])([Sample("a", np.arange(n), np.ones(n, dtype=bool))]) for n in (70, 71)}
+    batches = {n: OnlineFeatures(target, [])([Sample("a", np.arange(n), np.ones(n, dtype=bool))]) for n in (70, 71)}
     drafter.loss(batches[70])[0].backward()
     one_line(lambda: drafter.loss(batches[71]), "a sample of 71 tokens", "data.max_length=70", "LongRoPE")
 
@@ -308,10 +308,10 @@ def test_states_that_cannot_be_used_are_refused_before_a_directory_is_taken(
     make(Case("modernbert-decoder", {"sliding_window": 24}), tmp_path)
     target = CausalLM(tmp_path, "float32", "cpu")
     words = ("hidden states of model_type 'modernbert-decoder' cannot be used", "ngram")
-    one_line(lambda: Online(target, [1]), *words)
+    one_line(lambda: OnlineFeatures(target, [1]), *words)
     for name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
         own: Any = method.find(name)
-        one_line(lambda own=own: own.fresh(target, {}, Init()), *words)
+        one_line(lambda own=own: own.init_checkpoint(target, {}, Init()), *words)
     out = tmp_path / "states"
     given = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
     one_line(
@@ -326,9 +326,9 @@ def test_layers_under_other_names_make_a_draft_model(name: str, tmp_path: Path) 
     more = {"ffn_dim": 128, "word_embed_proj_dim": 64} if name == "opt" else {}
     make(Case(name, {**NO_WIDTH, **more}), tmp_path / "target")
     target, own = CausalLM(tmp_path / "target", "float32", "cpu"), method.find("draft_model")
-    drafter: Any = own(target, own.fresh(target, {"num_hidden_layers": 1}, None), 2)  # type: ignore[attr-defined, call-arg]
+    drafter: Any = own(target, own.init_checkpoint(target, {"num_hidden_layers": 1}, None), 2)  # type: ignore[attr-defined, call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())
-    drafter.loss(Online(target, [])([Sample("a", np.arange(20), np.ones(20, dtype=bool))]))[0].backward()
+    drafter.loss(OnlineFeatures(target, [])([Sample("a", np.arange(20), np.ones(20, dtype=bool))]))[0].backward()
     (tmp_path / "draft").mkdir()
     drafter.write(tmp_path / "draft", drafter.state_dict(), {}, "")
     draft = CausalLM(tmp_path / "draft", "float32", "cpu")

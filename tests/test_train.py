@@ -42,7 +42,7 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import data, loop
 from specdec.training.data import Sample
-from specdec.training.features import Online
+from specdec.training.features import OnlineFeatures
 from specdec.training.loop import Settings, fit
 
 TRAIN, EVAL = CONF.parent / "train", CONF.parent / "eval"
@@ -67,13 +67,13 @@ HELD_OUT = [sample(f"h{i}", 14 + 3 * i, 5) for i in range(3)]
 
 @cache
 def fresh(kind: str) -> Checkpoint:
-    return method.find(kind).fresh(loaded(), {}, Init(), REDUCED if kind == "eagle3" else None)
+    return method.find(kind).init_checkpoint(loaded(), {}, Init(), REDUCED if kind == "eagle3" else None)
 
 
 @cache
 def statistics(kind: str) -> Tensor:
     layers = method.find(kind)(loaded(), fresh(kind), 1).hidden_layers
-    return Online(loaded(), layers)(SAMPLES).hidden(layers)
+    return OnlineFeatures(loaded(), layers)(SAMPLES).hidden(layers)
 
 
 def learner(kind: str = "eagle3", **objective: Any) -> Any:
@@ -98,7 +98,7 @@ class Trained:
 class Watched:
     """Features as training gets them, and the ids of every micro-batch. spoilt: says whether a sample's states are NaN."""
 
-    inner: Online
+    inner: OnlineFeatures
     spoilt: Callable[[str], bool] = lambda name: False
     seen: list[list[str]] = field(default_factory=list)
 
@@ -113,8 +113,8 @@ class Watched:
 
 
 @cache
-def online(kind: str) -> Online:
-    return Online(loaded(), method.find(kind)(loaded(), fresh(kind), 1).hidden_layers, 1 << 28)
+def online(kind: str) -> OnlineFeatures:
+    return OnlineFeatures(loaded(), method.find(kind)(loaded(), fresh(kind), 1).hidden_layers, 1 << 28)
 
 
 def train(
@@ -204,7 +204,7 @@ def test_the_loss_is_the_mean_over_tokens_or_over_samples(kind: str, tmp_path: P
     objective = {"feature_noise": 0.0} if kind == "eagle" else {}
     how: dict[str, Any] = {"max_steps": 1, "global_batch_size": 5}
     drafter = learner(kind, **objective)
-    picked = [SAMPLES[i] for i in data.picks(0, len(SAMPLES), 5, 0)]
+    picked = [SAMPLES[i] for i in data.batch_indices(0, len(SAMPLES), 5, 0)]
     losses = [drafter.loss(online(kind)([own]))[0].item() for own in picked]
     counts = [int(own.mask_n[2:].sum()) for own in picked]
     assert len(set(counts)) > 1
@@ -228,7 +228,7 @@ def test_an_epoch_sees_every_sample_once(tmp_path: Path) -> None:
     assert by_step[:2] != by_step[2:], "every epoch has an order of its own"
     assert [row["epoch"] for row in done.rows] == [0.5, 1.0, 1.5, 2.0]
     for step, ids in enumerate(by_step):
-        assert sorted(ids) == sorted(SAMPLES[i].id for i in data.picks(step, len(SAMPLES), 7, 0))
+        assert sorted(ids) == sorted(SAMPLES[i].id for i in data.batch_indices(step, len(SAMPLES), 7, 0))
 
 
 def test_noise_is_another_in_every_step_and_run(tmp_path: Path) -> None:
@@ -309,10 +309,10 @@ def test_a_head_of_the_target_comes_with_its_norm(vocab_ids: np.ndarray | None, 
     target = CausalLM("tiny", "float32", "cpu")
     kind: Any = method.find("eagle3")
     target.final_norm.load_state_dict({"weight": torch.linspace(0.5, 3.0, target.hidden_size)})
-    made = kind.fresh(target, {}, Init(train_lm_head=trained), vocab_ids)
+    made = kind.init_checkpoint(target, {}, Init(train_lm_head=trained), vocab_ids)
     assert made.config["own_lm_head"] == (trained or vocab_ids is not None)
     torch.testing.assert_close(made.tensors["norm.weight"], 0.25 * torch.linspace(0.5, 3.0, target.hidden_size))
-    made = kind.fresh(target, {}, Init(lm_head="random"), vocab_ids)
+    made = kind.init_checkpoint(target, {}, Init(lm_head="random"), vocab_ids)
     assert (made.tensors["norm.weight"] == 1).all()
 
 
@@ -421,7 +421,7 @@ def test_a_row_is_the_steps_since_the_row_before(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     """Weights and Adam's state stay, the step is counted, and metrics are those of the other steps."""
-    picked = [{SAMPLES[i].id for i in data.picks(step, len(SAMPLES), 4, 0)} for step in range(3)]
+    picked = [{SAMPLES[i].id for i in data.batch_indices(step, len(SAMPLES), 4, 0)} for step in range(3)]
     bad = sorted(picked[1] - picked[0] - picked[2])[0]
     source = Watched(online("eagle3"), lambda name: name == bad)
     done = train(tmp_path, source=source, max_steps=3, save_every=1, keep=10)
@@ -453,7 +453,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finite in 2 steps in a row") as raised:
         train(tmp_path, source=source, max_steps=20, save_every=1, keep=10, max_nonfinite=2, more={"advance": advance})
     assert len(str(raised.value).splitlines()) == 1
-    assert all(SAMPLES[i].id in str(raised.value) for i in data.picks(4, len(SAMPLES), 4, 0))
+    assert all(SAMPLES[i].id in str(raised.value) for i in data.batch_indices(4, len(SAMPLES), 4, 0))
     assert steps_in(tmp_path) == [1, 2, 3, 4]
     for step in steps_in(tmp_path):
         tensors = native.load(step_dir(tmp_path, step)).tensors
@@ -1198,15 +1198,15 @@ def test_resumed_without_a_row(trained: Fitted, arguments: list[str], cli: Cli, 
 def test_a_warm_start(trained: Fitted, trained_eagle: Path, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """Goes on where the drafter was; one of another target or method is refused."""
     out_dir = tmp_path / "run"
-    warm = (*arguments, *EAGLE3, "train.max_steps=1", f"checkpoint={trained[0] / 'last'}", f"out_dir={out_dir}")
+    warm_start = (*arguments, *EAGLE3, "train.max_steps=1", f"checkpoint={trained[0] / 'last'}", f"out_dir={out_dir}")
     for case, words in (
         (("model.architecture=gemma2",), ("trained for tiny-llama", "tiny-gemma2")),
         ((f"checkpoint={trained_eagle}",), ("'eagle'", "method=eagle")),
     ):
-        error = cli(*warm, *case).error
+        error = cli(*warm_start, *case).error
         assert all(word in error for word in words), error
         assert not out_dir.exists()
-    done = cli(*warm, "train.objective.ttt_warmup=0", "train.warmup_ratio=0", "train.lr=1e-9")
+    done = cli(*warm_start, "train.objective.ttt_warmup=0", "train.warmup_ratio=0", "train.lr=1e-9")
     assert done.code == 0, done.err
     before, after = native.load(trained[0] / "last").tensors, native.load(out_dir / "last").tensors
     assert before is not None
@@ -1219,7 +1219,7 @@ def test_a_warm_start(trained: Fitted, trained_eagle: Path, arguments: list[str]
 def test_a_warm_start_passes_nothing_over(trained: Fitted, arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """A key of train.drafter that the checkpoint has otherwise is named, with both values; no directory is taken."""
     out_dir = tmp_path / "run"
-    warm = (*arguments, *EAGLE3, "train.max_steps=1", f"checkpoint={trained[0] / 'last'}", f"out_dir={out_dir}")
+    warm_start = (*arguments, *EAGLE3, "train.max_steps=1", f"checkpoint={trained[0] / 'last'}", f"out_dir={out_dir}")
     for case, words in (
         ("norm_output=true", ("norm_output is true", "norm_output=false")),
         ("norm_before_residual=true", ("norm_before_residual is true",)),
@@ -1230,7 +1230,7 @@ def test_a_warm_start_passes_nothing_over(trained: Fitted, arguments: list[str],
         ("eagle_aux_hidden_state_layer_ids=[0,4]", ("eagle_aux_hidden_state_layer_ids is [0, 4]",)),
         ("geometry={intermediate_size: 96}", ("geometry", "intermediate_size", "96")),
     ):
-        error = cli(*warm, f"train.drafter.{case}").error
+        error = cli(*warm_start, f"train.drafter.{case}").error
         assert f"train.drafter.{case.partition('=')[0]} is " in error
         assert all(word in error for word in words), f"{case}: {error}"
         assert not out_dir.exists()

@@ -30,30 +30,30 @@ def check_plan(lengths: list[int], mask_N: np.ndarray, num_steps: int) -> unroll
     want = [supervised(lengths, mask_N, k) for k in range(num_steps)]
     assert len(plan.steps) == num_steps
     assert plan.first_A.tolist() == [sum(lengths[:d]) for d, length in enumerate(lengths) for _ in range(length)]
-    assert plan.taught.tolist() == sorted({p + 1 + k for k in range(num_steps) for p in want[k]})
+    assert plan.labelled.tolist() == sorted({p + 1 + k for k in range(num_steps) for p in want[k]})
     for k, step in enumerate(plan.steps):
         assert step.rows.tolist() == sorted(set().union(*want[k:])), "rows that are supervised now or later"
         assert step.rows[step.supervised].tolist() == want[k]
-        assert plan.taught[step.taught].tolist() == [p + 1 + k for p in want[k]], "the position before the predicted token"
+        assert plan.labelled[step.labelled].tolist() == [p + 1 + k for p in want[k]], "the position before the predicted token"
         if k == 0:
             assert step.kept is None
-            assert step.hit_before.tolist() == [-1] * len(want[0])
+            assert step.prev_match.tolist() == [-1] * len(want[0])
             continue
         assert step.kept is not None
         assert plan.steps[k - 1].rows[step.kept].tolist() == step.rows.tolist()
-        assert step.hit_before.tolist() == [want[k - 1].index(p) if p in want[k - 1] else -1 for p in want[k]]
+        assert step.prev_match.tolist() == [want[k - 1].index(p) if p in want[k - 1] else -1 for p in want[k]]
     return plan
 
 
 def test_rows_are_supervised_by_what_was_generated() -> None:
     """Random masks over several documents, some of which are too short to teach anything."""
     rng = np.random.default_rng(0)
-    taught = 0
+    labelled = 0
     for _ in range(300):
         lengths = rng.integers(1, 12, rng.integers(1, 5)).tolist()
         mask_N = rng.random(sum(lengths)) < rng.choice([0.1, 0.5, 0.9, 1.0])
-        taught += len(check_plan(lengths, mask_N, int(rng.integers(1, 9))).taught)
-    assert taught > 1000
+        labelled += len(check_plan(lengths, mask_N, int(rng.integers(1, 9))).labelled)
+    assert labelled > 1000
 
 
 def test_turns_of_a_conversation() -> None:
@@ -62,8 +62,8 @@ def test_turns_of_a_conversation() -> None:
     plan = check_plan([10], mask_N, 3)
     assert [step.rows[step.supervised].tolist() for step in plan.steps] == [[3, 4, 6], [2, 3, 5], [1, 2, 4]]
     assert [step.rows.tolist() for step in plan.steps] == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], [1, 2, 4]]
-    assert plan.taught.tolist() == [4, 5, 7]
-    assert [step.hit_before.tolist() for step in plan.steps] == [[-1, -1, -1], [-1, 0, -1], [-1, 0, -1]]
+    assert plan.labelled.tolist() == [4, 5, 7]
+    assert [step.prev_match.tolist() for step in plan.steps] == [[-1, -1, -1], [-1, 0, -1], [-1, 0, -1]]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_turns_of_a_conversation() -> None:
 def test_nothing_to_learn_from(lengths: list[int], generated: list[int]) -> None:
     """No mask, documents without a row that predicts, and tokens that no row predicts."""
     plan = check_plan(lengths, np.isin(np.arange(sum(lengths)), generated), 3)
-    assert len(plan.taught) == 0
-    assert all(len(step.rows) == len(step.supervised) == len(step.taught) == 0 for step in plan.steps)
+    assert len(plan.labelled) == 0
+    assert all(len(step.rows) == len(step.supervised) == len(step.labelled) == 0 for step in plan.steps)
 
 
 def test_a_short_document_takes_part_in_the_steps_that_it_has() -> None:
@@ -122,7 +122,7 @@ class Case:
 
 def agree(case: Case) -> None:
     """The efficient attention in float32 is the readable one in float64."""
-    exact = case.run(unroll.readable_attention, torch.float64)
+    exact = case.run(unroll.attention_reference, torch.float64)
     for name, ours, theirs in zip(case.named(), case.run(unroll.attention, torch.float32), exact, strict=True):
         scale = max(theirs.abs().max().item(), 1.0) if theirs.numel() else 1.0
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
@@ -154,7 +154,7 @@ def test_scores_far_apart_make_no_nan() -> None:
         inputs = [factor * case.inputs[0], *case.inputs[1:]]
         results = case.run(unroll.attention, torch.float32, inputs)
         assert all(torch.isfinite(x).all() for x in results)
-        exact = case.run(unroll.readable_attention, torch.float64, inputs)
+        exact = case.run(unroll.attention_reference, torch.float64, inputs)
         torch.testing.assert_close(results[0].double(), exact[0], rtol=0, atol=1e-3)
 
 
@@ -164,12 +164,12 @@ def test_the_readable_attention_has_the_right_gradient() -> None:
 
     def function(*given: Tensor) -> Tensor:
         own = given[3:]
-        return unroll.readable_attention(*given[:3], list(own[:2]), list(own[2:]), case.rows, case.first_N, case.scaling)
+        return unroll.attention_reference(*given[:3], list(own[:2]), list(own[2:]), case.rows, case.first_N, case.scaling)
 
     assert torch.autograd.gradcheck(function, [x.clone().requires_grad_() for x in case.inputs])
 
 
-@pytest.mark.parametrize("function", [unroll.attention, unroll.readable_attention])
+@pytest.mark.parametrize("function", [unroll.attention, unroll.attention_reference])
 def test_a_row_sees_its_past_and_nothing_else(function: Any) -> None:
     """A perturbed key or value changes the rows at and after it in its document; a row's own keys change that row."""
     case = Case([7, 10, 4], 0.7, 2, (4, 2))

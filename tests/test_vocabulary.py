@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import hub, method, rejection, sampling
 from specdec.core import Draft, Request
-from specdec.drafter.shared_vocab import BYTES, Shared, Spelling, meanings, shared, spelling_of
+from specdec.drafter.shared_vocab import BYTES, SharedVocab, Spelling, shared, spelling_of, token_bytes
 from specdec.engine import Engine
 from specdec.llm import SpeculativeConfig
 from specdec.measure import tasks
@@ -106,14 +106,14 @@ def test_the_characters_of_bytes_are_those_of_the_library() -> None:
 def test_byte_level_tokens_are_their_bytes() -> None:
     tokens = ["Ġthe", "the", "Ċ", "ĊĊ", "Ã©", "ł", "ĠĠ", "<0x0A>", "âĸģa", "▁a"]
     want = [b" the", b"the", b"\n", b"\n\n", "é".encode(), b"\xa0", b"  ", b"<0x0A>", "▁a".encode(), "▁a".encode()]
-    found = meanings(byte_level(tokens), len(tokens))
+    found = token_bytes(byte_level(tokens), len(tokens))
     assert found == {text: i for i, text in enumerate(want) if i != 9}, "the last is the one before in another spelling"
 
 
 def test_sentencepiece_tokens_are_their_text() -> None:
     tokens = ["▁the", "the", "\n", "é", "<0xC3>", "<0x0A>", "▁", "▁▁", "Ċ", "Ġthe", "a▁b", "<0xZZ>", "<0x0a>x"]
     want = [b" the", b"the", b"\n", "é".encode(), b"\xc3", None, b" ", b"  ", "Ċ".encode(), "Ġthe".encode(), b"a b", b"<0xZZ>"]
-    found = meanings(sentencepiece(tokens), len(tokens))
+    found = token_bytes(sentencepiece(tokens), len(tokens))
     assert found == {text: i for i, text in enumerate(want) if text is not None} | {b"<0x0a>x": 12}
 
 
@@ -130,12 +130,12 @@ def test_other_ways_to_say_it_in_a_tokenizers_json() -> None:
             backend.decoder = decoder
         if splitter is not None:
             backend.pre_tokenizer = splitter
-        found = meanings(PreTrainedTokenizerFast(tokenizer_object=backend), 3)
+        found = token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 3)
         assert found == {b" a": 0, b"b": 1, b"<0x0A>": 2}, "without byte fallback <0x0A> is text"
     backend = Tokenizer(models.BPE(vocab=numbered(["▁a", "<0x0A>"]), merges=[]))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
-    assert meanings(PreTrainedTokenizerFast(tokenizer_object=backend), 2) == {b" a": 0, b"\n": 1}
+    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 2) == {b" a": 0, b"\n": 1}
     backend.decoder = None
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])
     assert spelling_of(PreTrainedTokenizerFast(tokenizer_object=backend)) == Spelling(byte_level=True)
@@ -173,36 +173,36 @@ class Slow:
     ids=["byte-level", "sentencepiece", "other", "alone", "unknown", "plain", "byte-tokens"],
 )
 def test_without_a_backend_a_probe_tells(tokens: list[str], a: str | None, want: dict[bytes, int]) -> None:
-    assert meanings(Slow(tokens, a), len(tokens)) == want
+    assert token_bytes(Slow(tokens, a), len(tokens)) == want
 
 
 def test_special_tokens_are_their_names() -> None:
     """And never text, neither their own nor another token's."""
     ours = byte_level(["<s>", "a", "<eos>"], ["</s>", "<pad>"], eos_token="</s>")
     theirs = sentencepiece(["<s>", "a", "</s>", "<pad>"], ["<s>", "<eos>", "<pad>"], bos_token="<s>", eos_token="<eos>")
-    assert meanings(ours, 5) == {b"<s>": 0, b"a": 1, b"<eos>": 2, "</s>": 3, "<pad>": 4}
-    assert meanings(theirs, 5) == {"<s>": 0, b"a": 1, b"</s>": 2, "<pad>": 3, "<eos>": 4}
+    assert token_bytes(ours, 5) == {b"<s>": 0, b"a": 1, b"<eos>": 2, "</s>": 3, "<pad>": 4}
+    assert token_bytes(theirs, 5) == {"<s>": 0, b"a": 1, b"</s>": 2, "<pad>": 3, "<eos>": 4}
     assert pairs(ours, theirs) == {1: 1, 4: 3}
     # a token that plays a role is special, though its entry does not say so
     plain = byte_level(["a", "<end>"])
-    assert meanings(plain, 2) == {b"a": 0, b"<end>": 1}
+    assert token_bytes(plain, 2) == {b"a": 0, b"<end>": 1}
     plain.eos_token = "<end>"
-    assert meanings(plain, 2) == {b"a": 0, "<end>": 1}
+    assert token_bytes(plain, 2) == {b"a": 0, "<end>": 1}
 
 
 def test_added_tokens_that_are_not_special_are_text() -> None:
     ours, theirs = byte_level(["a", "Ã©"]), sentencepiece(["é", "<think>", "▁▁"])
     ours.add_tokens([AddedToken("<think>", special=False), AddedToken("ü", special=False)])
     theirs.add_tokens([AddedToken("\n\n", special=False), AddedToken("ü", special=False)])
-    assert meanings(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
-    assert meanings(theirs, 5) == {"é".encode(): 0, b"<think>": 1, b"  ": 2, b"\n\n": 3, "ü".encode(): 4}
+    assert token_bytes(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
+    assert token_bytes(theirs, 5) == {"é".encode(): 0, b"<think>": 1, b"  ": 2, b"\n\n": 3, "ü".encode(): 4}
     assert pairs(ours, theirs) == {1: 0, 2: 1, 3: 4}
 
 
 def test_of_duplicates_the_first_ordinary_one_counts() -> None:
     """Byte tokens come first in every SentencePiece vocabulary, and `<0x61>` is what a model with an `a` never says."""
     ours = sentencepiece(["<0x61>", "<0x62>", "▁c", "a", " c"])
-    assert meanings(ours, 5) == {b"a": 3, b"b": 1, b" c": 2}
+    assert token_bytes(ours, 5) == {b"a": 3, b"b": 1, b" c": 2}
     assert pairs(ours, byte_level(["b", "Ġc", "a"])) == {3: 2, 1: 0, 2: 1}
     assert pairs(byte_level(["b", "Ġc", "a"]), ours) == {2: 3, 0: 1, 1: 2}
     twice = shared(
@@ -215,12 +215,12 @@ def test_of_duplicates_the_first_ordinary_one_counts() -> None:
 def test_ids_without_a_row_and_rows_without_a_token() -> None:
     """A model's vocabulary may be larger than its tokenizer's (padding) or smaller; nothing maps to what is not there."""
     tokenizer = byte_level(["a", "b", "c"], ["<x>"], unk_token="<x>")
-    assert meanings(tokenizer, 2) == {b"a": 0, b"b": 1}
-    assert meanings(tokenizer, 10) == {b"a": 0, b"b": 1, b"c": 2, "<x>": 3}
+    assert token_bytes(tokenizer, 2) == {b"a": 0, b"b": 1}
+    assert token_bytes(tokenizer, 10) == {b"a": 0, b"b": 1, b"c": 2, "<x>": 3}
     found = shared(model_with(tokenizer, 8), model_with(byte_level(["c", "b", "u"], unk_token="u"), 6))
     assert dict(zip(found.target_I.tolist(), found.draft_I.tolist(), strict=True)) == {1: 1, 2: 0}
-    assert found.read(np.arange(8)).tolist() == [2, 1, 0, 2, 2, 2, 2, 2]
-    q_NV = found.said(torch.tensor([0]), torch.tensor([[0.25, 0.75]]))[1]
+    assert found.to_draft_ids_host(np.arange(8)).tolist() == [2, 1, 0, 2, 2, 2, 2, 2]
+    q_NV = found.to_target_vocab(torch.tensor([0]), torch.tensor([[0.25, 0.75]]))[1]
     assert q_NV is not None
     assert q_NV.tolist() == [[0, 0.25, 0.75, 0, 0, 0, 0, 0]]
     assert found.kept(torch.arange(6.0).unsqueeze(0)).tolist() == [[1, 0]]
@@ -241,8 +241,8 @@ def test_an_unk_beyond_the_models_rows_is_none() -> None:
 def test_the_unk_token_may_have_id_0(capsys: Any) -> None:
     draft = model_with(byte_level(["<unk>", "a", "<eos>"], ["<unk>", "<eos>"], unk_token="<unk>", eos_token="<eos>"))
     found = shared(model_with(byte_level(["z", "a"])), draft)
-    assert found.read(np.array([0, 1, 0])).tolist() == [0, 1, 0]
-    assert found.read_drafted(torch.tensor([1, 1])).tolist() == [1, 1]
+    assert found.to_draft_ids_host(np.array([0, 1, 0])).tolist() == [0, 1, 0]
+    assert found.to_draft_ids(torch.tensor([1, 1])).tolist() == [1, 1]
     assert "no unk token" not in capsys.readouterr().err
 
 
@@ -298,7 +298,7 @@ def test_the_vector_of_verification_json() -> None:
     found = shared(model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e")))
     num, u = 200_000, torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits_BI = found.kept(torch.tensor(q).log().expand(num, -1))
-    token_B, q_BV = found.said(*sampling.draw(logits_BI, torch.ones(num), u)[:2])
+    token_B, q_BV = found.said(*sampling.sample(logits_BI, torch.ones(num), u)[:2])
     assert q_BV is not None
     assert q_BV[0].numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=1e-7)
     law_V = torch.bincount(token_B, minlength=4) / num
@@ -390,9 +390,9 @@ def test_joint_law(name: str, how: str, rule: str, times: int) -> None:
 @pytest.mark.parametrize("rule", ["standard", "block"])
 @pytest.mark.parametrize("mistake", ["mass outside", "own ids", "law of the whole"])
 def test_broken_laws_do_not_fit(mistake: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Shared.said
+    right = SharedVocab.to_target_vocab
 
-    def said(self: Shared, drawn_N: torch.Tensor, q_NI: torch.Tensor) -> Any:
+    def to_target_vocab(self: SharedVocab, drawn_N: torch.Tensor, q_NI: torch.Tensor) -> Any:
         token_N, q_NV = right(self, drawn_N, q_NI)
         assert q_NV is not None
         if mistake == "own ids":  # two draft ids at the place of one
@@ -401,7 +401,7 @@ def test_broken_laws_do_not_fit(mistake: str, rule: str, monkeypatch: pytest.Mon
             return token_N, q_NV * 0.5
         return token_N, (q_NV + 1) / 4
 
-    monkeypatch.setattr(Shared, "said", said)
+    monkeypatch.setattr(SharedVocab, "to_target_vocab", to_target_vocab)
     requests = decode(TABLE, of_other_vocabulary("draft_model", "probabilistic", small("3")), scheme(rule))
     assert misfit(TABLE, requests) > 1
 
@@ -438,19 +438,19 @@ def test_drafts_and_laws_and_evidence_are_of_shared_tokens(name: str, how: str) 
     q = [0.02, 0.24, 0.64, 0.08, 0.02]
     drafting = of_other_vocabulary(name, how, of_tokenizer(TableLM.constant(q), THEIRS))
     assert isinstance(drafting, DraftModel)
-    drafting.gives_evidence = True
+    drafting.return_confidence = True
     drafting.reserve(2, 64)
     texts = {0: [0, 1, 2, 2], 1: [2, 2]}
     for row, ids in texts.items():
-        drafting.begin(row, Request(str(row), ids[:-1], SamplingParams()))
+        drafting.on_start(row, Request(str(row), ids[:-1], SamplingParams()))
     for temperature in (0.0, 1.0, 0.5):
         draft = drafting.propose(context(drafting, texts, temperature=temperature))
         odds = 3 ** (1 / (temperature or 1))
         if temperature == 0 or how == "greedy":
             assert draft.token_BK.tolist() == [[1, 1, 1]] * 2
         assert set(draft.token_BK.flatten().tolist()) <= {0, 1}
-        assert draft.evidence_BKF is not None
-        assert draft.evidence_BKF.numpy() == pytest.approx(np.full((2, 3, 1), np.log(odds)), abs=1e-4)
+        assert draft.confidence_BKF is not None
+        assert draft.confidence_BKF.numpy() == pytest.approx(np.full((2, 3, 1), np.log(odds)), abs=1e-4)
         if how == "probabilistic":
             law = np.array([0, 1, 0] if temperature == 0 else [1 / (1 + odds), odds / (1 + odds), 0])
             assert draft.q_BKV is not None
@@ -475,7 +475,7 @@ def test_what_the_draft_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         read.clear()
         drafting = of_other_vocabulary(name, "greedy", draft)
         drafting.reserve(1, 32)
-        drafting.begin(0, Request("0", [0, 2, 1], SamplingParams()))
+        drafting.on_start(0, Request("0", [0, 2, 1], SamplingParams()))
         out = drafting.propose(context(drafting, {0: [0, 2, 1, 2, 0]}))
         if name == "draft_model":
             own = [{0: 3, 1: 1}[token] for token in out.token_BK[0, :2].tolist()]
@@ -511,7 +511,7 @@ def directory(kind: str) -> Path:
 
 def enumerate_bytes(tokenizer: Any) -> list[tuple[int, int]]:
     """(byte, id) of the token that stands for each byte."""
-    found = meanings(tokenizer, len(tokenizer))
+    found = token_bytes(tokenizer, len(tokenizer))
     return [(byte, found[bytes([byte])]) for byte in range(256)]
 
 
@@ -583,7 +583,7 @@ def test_a_run_says_how_much_can_be_drafted(tmp_path: Path) -> None:
         "num_shared": 257, "share_of_vocabulary": 257 / 320, "num_emitted": len(ids),
         "share_of_emitted": sum(token < 256 or token == 257 for token in ids) / len(ids),
     }  # fmt: skip
-    assert summary["lossless_said"].startswith("yes")
+    assert summary["lossless_verdict"].startswith("yes")
     (line,) = [line for line in done.out.splitlines() if line.startswith("vocabulary: ")]
     assert f"{summary['vocabulary']['share_of_emitted']:.2%} of the {len(ids)} tokens" in line
     (line,) = [line for line in done.err.splitlines() if line.startswith("vocabulary: ")]
@@ -617,10 +617,10 @@ def test_the_key_is_for_draft_models() -> None:
 def test_what_is_trained_has_the_targets_vocabulary(name: str) -> None:
     target = loaded("tiny-llama")
     own: Any = method.find(name)
-    checkpoint = own.fresh(target, {"num_hidden_layers": 1, **({"pard_token": 1} if name == "pard" else {})}, None)
+    checkpoint = own.init_checkpoint(target, {"num_hidden_layers": 1, **({"pard_token": 1} if name == "pard" else {})}, None)
     refused(lambda: own(target, checkpoint, 3, use_heterogeneous_vocab=True), "use_heterogeneous_vocab=true", "leave it out")
     with pytest.raises(ValueError, match=r"they must be equal$"):
-        own.fresh(target, {"model": str(directory("random"))}, None)
+        own.init_checkpoint(target, {"model": str(directory("random"))}, None)
 
 
 def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
@@ -640,7 +640,7 @@ def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
 )
 def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: int, num_special: int) -> None:
     tokenizer = hub.load_tokenizer(hub.resolve(name))
-    found, backend = meanings(tokenizer, size), tokenizer.backend_tokenizer
+    found, backend = token_bytes(tokenizer, size), tokenizer.backend_tokenizer
     assert (len(found), sum(isinstance(meaning, str) for meaning in found)) == (count, num_special)
     for meaning, i in found.items():
         said = backend.decode([i], skip_special_tokens=False)

@@ -56,8 +56,8 @@ def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     mask_n = np.arange(args.length) >= args.prompt
     sample = Sample("0", rng.integers(0, args.vocab, args.length), mask_n)
     ids = data.draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
-    drafter = Eagle3(target, Eagle3.fresh(target, {}, Init(), ids), 1)
-    batch = features.Online(target, drafter.hidden_layers)([sample])
+    drafter = Eagle3(target, Eagle3.init_checkpoint(target, {}, Init(), ids), 1)
+    batch = features.OnlineFeatures(target, drafter.hidden_layers)([sample])
     objective = Objective(ttt_steps=args.steps, mask_outside_vocab=False)  # every supervised row, as the direct one has it
     drafter.for_training(objective, Init(), batch.hidden(drafter.hidden_layers))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-4)

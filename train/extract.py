@@ -40,7 +40,7 @@ def run(cfg: dict[str, Any]) -> None:
     for note in loaded.notes:
         report.show(f"note: {note}")
     layers = cfg["layer_ids"] if cfg["layer_ids"] is not None else Architecture().layers(target.num_layers)
-    source = features.Online(target, layers)
+    source = features.OnlineFeatures(target, layers)
     tokens = sum(len(sample.token_n) for sample in loaded.samples)
     need = features.num_bytes(target, source.layers, loaded.samples)
     report.show(

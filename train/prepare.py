@@ -90,11 +90,11 @@ def run(cfg: dict[str, Any]) -> None:
             for task, turn, request in tasks.decode(engine, mine, params, cfg["seed"]):
                 said.setdefault(task.id, []).append(request)
                 if turn == len(task.turns):
-                    rows.add(row_of(task, said.pop(task.id), target.tokenizer))
+                    rows.add(request_record(task, said.pop(task.id), target.tokenizer))
                     advance("answers")
             for task in mine:  # a conversation that outgrew the context keeps the turns that fit
                 if task.id in said:
-                    rows.add(row_of(task, said[task.id], target.tokenizer))
+                    rows.add(request_record(task, said[task.id], target.tokenizer))
                     advance("answers")
     rows.close()
     kept = rows.rows[1:]
@@ -118,7 +118,7 @@ def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
             raise ValueError(f"resume=true, but {path} is not of this script; give another out=")
         if before is not None and before != json.loads(json.dumps(header)):
             raise ValueError(f"resume=true, but {path} was begun with other settings; use the same, or another out=")
-    rows = records.Rows(path)
+    rows = records.JsonlFile(path)
     if not rows.rows:
         rows.add({"header": header})
     return rows
@@ -144,7 +144,7 @@ def fits(engine: Any, task: Any) -> bool:
     return True
 
 
-def row_of(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
+def request_record(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, Any]:
     """A conversation as the last request saw it. Of an earlier answer, the tokens are supervised that stand in there as they
     were generated, up to the first that does not."""
     last = requests[-1]

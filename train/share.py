@@ -169,7 +169,7 @@ def evaluated(directory: Path) -> dict[str, Any]:
     if "mean_acceptance_length" not in overall:
         raise ValueError(f"{directory / 'summary.json'} holds no acceptance; {what}")
     keys = (
-        "target", "dtype", "rejection", "method", "speculative_config", "num_speculative_tokens", "sampling", "lossless_said",
+        "target", "dtype", "rejection", "method", "speculative_config", "num_speculative_tokens", "sampling", "lossless_verdict",
         "environment",
     )  # fmt: skip
     return {
@@ -415,7 +415,7 @@ def acceptance(measured: dict[str, Any] | None) -> list[str]:
         ]
         lines.append(f"| {' | '.join([name, *cells])} |")
     lines += ["", "Mean acceptance length counts the bonus token, over steps with a draft."]
-    if said := measured.get("lossless_said"):
+    if said := measured.get("lossless_verdict"):
         lines.append(f"Lossless: {said}.")
     return lines
 

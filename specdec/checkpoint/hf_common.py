@@ -30,7 +30,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OURS = "specdec"  # the key of a foreign config.json under which we keep the facts about the target; engines pass over it
 
 # Options of a layer, and the one value that our layers have. What is absent has it.
-FIXED: dict[str, tuple[Any, ...]] = {
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -48,7 +48,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "parallel_draft_step": (1, None),
 }
 # What a key must be, wherever it stands; null is what an absent one is.
-KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+FIELD_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         ("eagle_config", "speculators_config", "verifier", "transformer_layer_config", "rope_scaling", "rope_parameters",
          "target", OURS),
@@ -83,7 +83,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }  # fmt: skip
 # Keys that say nothing about the function: tokens, training, bookkeeping.
-IDLE = {
+IGNORED_VALUES = {
     "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache",
     "transformers_version", "torch_dtype", "dtype", "pretraining_tp", "attention_dropout", "max_window_layers",
     "attn_implementation", "_attn_implementation", "_name_or_path", "name_or_path", "return_dict", "output_hidden_states",
@@ -126,7 +126,7 @@ def _whole(value: Any) -> bool:
 def _check_kinds(config: dict[str, Any], directory: Path) -> None:
     """Raise ValueError for a list where a number should be, and so on."""
     for key, value in config.items():
-        what, holds = KINDS.get(key, ("", lambda value: True))
+        what, holds = FIELD_TYPES.get(key, ("", lambda value: True))
         if value is not None and not holds(value):
             raise ValueError(f"{directory}: {key} is {str(value)[:40]!r} in config.json, and should be {what}")
         for inner in value if isinstance(value, list) else [value]:
@@ -193,7 +193,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 # --------------------------------------------------------------------------------------------------- what must be there
 
 
-def matched(tensors: dict[str, Tensor], shapes: Shapes, name: str) -> dict[str, Tensor]:
+def check_tensors(tensors: dict[str, Tensor], shapes: Shapes, name: str) -> dict[str, Tensor]:
     """The tensors, held against the table: no other name, no other shape, none missing."""
     for key, tensor in tensors.items():
         if key not in shapes:
@@ -241,15 +241,15 @@ def integer(config: dict[str, Any], key: str, name: str, default: int | None = N
 def _idle() -> frozenset[str]:
     from transformers import PretrainedConfig
 
-    return frozenset(IDLE | set(PretrainedConfig().to_dict()))
+    return frozenset(IGNORED_VALUES | set(PretrainedConfig().to_dict()))
 
 
 def refuse_options(config: dict[str, Any], known: set[str], name: str) -> None:
     """Raise ValueError for an option that would change the function, or that nobody here knows."""
     for key, value in config.items():
-        if key in FIXED and key not in known:
-            if value not in FIXED[key]:
-                raise ValueError(f"{name}: {key}={value!r} cannot be represented; ours have {FIXED[key][0]!r}")
+        if key in REQUIRED_VALUES and key not in known:
+            if value not in REQUIRED_VALUES[key]:
+                raise ValueError(f"{name}: {key}={value!r} cannot be represented; ours have {REQUIRED_VALUES[key][0]!r}")
         elif key not in known | GEOMETRY | _idle() and value not in (None, False):
             raise ValueError(
                 f"{name}: unknown option {key}={str(value)[:60]!r} in config.json; {nearest(key, known | GEOMETRY)}"
@@ -383,7 +383,7 @@ def facts_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in (facts | told.get("target", {})).items() if value is not None}
 
 
-def need(checkpoint: Checkpoint, key: str) -> int:
+def require(checkpoint: Checkpoint, key: str) -> int:
     """A fact about the target that the format must tell."""
     value = checkpoint.target.get(key)
     if not isinstance(value, int):

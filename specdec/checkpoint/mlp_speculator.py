@@ -73,7 +73,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     tensors = {key.removeprefix(PREFIX): tensor for key, tensor in hf_common.read_tensors(directory).items()}
     if own["tie_weights"]:
         drop_copies(tensors, heads, name)
-    hf_common.matched(tensors, shapes(own, hidden), name)
+    hf_common.check_tensors(tensors, shapes(own, hidden), name)
     facts = hf_common.facts_of(config | {"hidden_size": hidden}, name)
     return Checkpoint("mlp", own, facts, tensors, name)
 
@@ -97,7 +97,7 @@ def write(
     count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.require(checkpoint, "hidden_size"), hf_common.require(checkpoint, "vocab_size")
     if own["draft_vocab_size"] != vocab:
         raise ValueError(
             f"{checkpoint.name} drafts {own['draft_vocab_size']} of {vocab} tokens, and its format here has no d2t; "

@@ -62,7 +62,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     table = shapes(geometry, hidden)
     if "lm_head.weight" in tensors:
         table["lm_head.weight"] = (vocab, hidden)
-    hf_common.matched(tensors, table, name)
+    hf_common.check_tensors(tensors, table, name)
     own = {"geometry": geometry, "own_lm_head": "lm_head.weight" in tensors, "draft_vocab_size": vocab}
     return Checkpoint("eagle", own, hf_common.facts_of(config, name), tensors, name, copies)
 
@@ -76,7 +76,7 @@ def write(
     count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.require(checkpoint, "hidden_size"), hf_common.require(checkpoint, "vocab_size")
     if own["own_lm_head"]:
         raise ValueError(
             f"{checkpoint.name} has an output layer of its own ({own['draft_vocab_size']} tokens), for which EAGLE-1 of vLLM "

@@ -156,7 +156,7 @@ def assembled(
         table |= {"d2t": (draft_vocab,), "lm_head.weight": (draft_vocab, hidden)}
     elif draft_vocab > vocab:
         raise ValueError(f"{name}: draft_vocab_size={draft_vocab} is more than vocab_size={vocab}, the target's")
-    hf_common.matched(tensors, table, name)
+    hf_common.check_tensors(tensors, table, name)
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
     return Checkpoint("peagle" if peagle else "eagle3", own, facts, tensors, name, copies)
@@ -194,7 +194,7 @@ def write(
     count: int | None = None,
 ) -> None:
     own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.require(checkpoint, "hidden_size"), hf_common.require(checkpoint, "vocab_size")
     qwen3 = own["layer_type"] == "qwen3"
     num_layers = own.get("num_hidden_layers", 1)
     config: dict[str, Any] = {

@@ -68,7 +68,7 @@ def write(
 ) -> None:
     count = count or min(NUM_SPECULATIVE_TOKENS, checkpoint.config.get("num_depths") or NUM_SPECULATIVE_TOKENS)
     own, tensors, kind = checkpoint.config, dict(checkpoint.tensors or {}), checkpoint.method
-    hidden, vocab = hf_common.need(checkpoint, "hidden_size"), hf_common.need(checkpoint, "vocab_size")
+    hidden, vocab = hf_common.require(checkpoint, "hidden_size"), hf_common.require(checkpoint, "vocab_size")
     shared = ["embed_tokens.weight", *(["lm_head.weight"] if not own["own_lm_head"] else [])]
     if target is None:
         raise ValueError(f"{checkpoint.name}: the format holds copies of the target's {' and '.join(shared)}; give target=")

@@ -23,9 +23,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from specdec.checked import Checked
 from specdec.core import Context, Draft
 from specdec.drafter import unroll
-from specdec.drafter.base import Drafter, nothing
+from specdec.drafter.base import Drafter, empty_draft
 from specdec.drafter.batch import Batch
-from specdec.model.kv import SlotCache, Window, end_to_end, slot_attention
+from specdec.model.kv import ForwardBatch, SlotCache, pack_ragged, slot_attention
 from specdec.model.target import CausalLM
 
 PREFILL_CHUNK = 512
@@ -144,18 +144,18 @@ def _rotate(x_NHW: Tensor, cos_NW: Tensor, sin_NW: Tensor) -> Tensor:
     return apply_rotary_pos_emb(x_NHW, x_NHW[:, :1], cos_NW, sin_NW, unsqueeze_dim=1)[0]
 
 
-class ChainDrafter(Drafter):
+class AutoregressiveDrafter(Drafter):
     """A Drafter with attention: `fuse` and `step` are the method's, the caches and the order of things are here."""
 
     def prepare(self) -> None:
         super().prepare()
-        self.cache = SlotCache(self.slots(), self.target.dtype, self.target.device)
+        self.cache = SlotCache(self.kv_shapes(), self.target.dtype, self.target.device)
 
     # ---------------------------------------------------------------- what a method adds
 
     shape: Any  # of a layer: a config of transformers
 
-    def slots(self) -> list[tuple[int, ...]]:
+    def kv_shapes(self) -> list[tuple[int, ...]]:
         """What the slot cache holds for every layer: heads, width of keys, and of values where that is another."""
         return [(self.shape.num_key_value_heads, self.shape.head_dim)]
 
@@ -169,7 +169,7 @@ class ChainDrafter(Drafter):
         """One pass of the drafter: [A, D] states for the output layer, and [A, D] those fed to the next step."""
         raise NotImplementedError
 
-    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
+    def add_feature_noise(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
         """The states that training reads; a method may blur them."""
         return hidden_ND
 
@@ -183,8 +183,8 @@ class ChainDrafter(Drafter):
 
     # ---------------------------------------------------------------- drafting
 
-    def more_bytes(self, rows: int, slots: int) -> int:
-        return self.cache.more_bytes(rows, slots)
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
+        return self.cache.bytes_to_grow(rows, slots)
 
     def reserve(self, rows: int, slots: int) -> None:
         self.cache.reserve(rows, slots)
@@ -192,22 +192,22 @@ class ChainDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
-        draft_B = self.room(context)
+        draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return nothing(context)
-        start_B, count_B, token_N, hidden_ND = self.caught_up(context, draft_B)
-        drawing = self.drawing(context)
+            return empty_draft(context)
+        start_B, count_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
+        sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             last_N = (np.cumsum(count_B) - 1).clip(0)
             embedding_ND = self.embed(token_N)
             state_BD, feedback_BD = self.forward_pairs(context.rows, embedding_ND, hidden_ND, start_B, count_B, last_N)
-            token_B = drawing.draw(self.draft_logits(state_BD))
+            token_B = sampler.sample(self.draft_logits(state_BD))
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
-            token_N = end_to_end(token_B.unsqueeze(1), count_B)
-            hidden_ND = end_to_end(feedback_BD.unsqueeze(1), count_B)
-        return drawing.draft(draft_B)
+            token_N = pack_ragged(token_B.unsqueeze(1), count_B)
+            hidden_ND = pack_ragged(feedback_BD.unsqueeze(1), count_B)
+        return sampler.draft(draft_B)
 
-    def caught_up(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
+    def pending_pairs(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
         """A pair for every token committed since the last call, of the rows that draft: where they begin, how many there are,
         their tokens and target states end to end. A row's prompt, all but its last pair, is processed here, on its own."""
         assert context.hidden is not None
@@ -234,7 +234,7 @@ class ChainDrafter(Drafter):
             self.forward_pairs(row, self.embed(ids[part]), fused[part], begin, count, count - 1)
 
     @torch.inference_mode()
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         assert context.hidden is not None
         for b in range(len(context.rows)):
             fused, ids = self.fuse(context.hidden[b]), self._index(context.tokens(b)[-len(context.hidden[b]) :])
@@ -265,12 +265,12 @@ class ChainDrafter(Drafter):
         keep_N = torch.from_numpy(keep).to(hidden_ND.device, non_blocking=True)
         return states[0][keep_N], states[1][keep_N]
 
-    def window(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray) -> Window:
+    def window(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray) -> ForwardBatch:
         """Of these rows; the rows between them take part with no tokens."""
         first, last = int(rows[0]), int(rows[-1])
         start_R, count_R = np.zeros(last + 1 - first, dtype=np.int64), np.zeros(last + 1 - first, dtype=np.int64)
         start_R[rows - first], count_R[rows - first] = start_B, count_B
-        return Window(self.cache, first, start_R, count_R)
+        return ForwardBatch(self.cache, first, start_R, count_R)
 
     # ---------------------------------------------------------------- training
 
@@ -279,9 +279,9 @@ class ChainDrafter(Drafter):
         one."""
         token_N, first_N = batch.token_N, plan.first_A
         position_N = self._index(np.arange(len(first_N)) - first_N)
-        memory: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.slots()]  # keys and values, step by step
+        memory: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.kv_shapes()]  # keys and values, step by step
         states = []
-        hidden = self.noised(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
+        hidden = self.add_feature_noise(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
         # the last row of a document gets the first token of the next one; nobody looks at that row
         embedding = self.embed(token_N.roll(-1))
         position, rows = position_N, self._index(plan.steps[0].rows)

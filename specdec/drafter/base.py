@@ -19,7 +19,7 @@ from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Request
 from specdec.drafter import losses
-from specdec.drafter.trainable import Learner
+from specdec.drafter.trainable import TrainableDrafter
 from specdec.model import packed_linear
 from specdec.model.target import CausalLM
 
@@ -76,7 +76,7 @@ def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> Non
         raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
 
 
-class Drafter(Learner):
+class Drafter(TrainableDrafter):
     """Settings as in vLLM. model: the directory of a checkpoint, a hub id, or a Checkpoint; draft_sample_method: `greedy`
     (argmax at every temperature) or `probabilistic` (drawn at the request's temperature, the law recorded); max_model_len:
     positions that a row may take, beyond which it is not drafted for.
@@ -86,9 +86,9 @@ class Drafter(Learner):
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
-    gives_evidence = False
-    longest: int | None = None  # draft that it was made for, if there is a limit
-    num_evidence = 1
+    return_confidence = False
+    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
+    num_confidence_features = 1
     parts: tuple[str, ...] = ()
     std = 0.02  # of matrices that are drawn at random
     hidden_layers: tuple[int, ...] = ()
@@ -106,12 +106,12 @@ class Drafter(Learner):
         check_drafting(num_speculative_tokens, draft_sample_method)
         if max_model_len is not None and not 2 <= max_model_len <= target.max_model_len:
             raise ValueError(f"max_model_len={max_model_len} of the draft is outside 2..{target.max_model_len}, the target's")
-        checkpoint = model if isinstance(model, Checkpoint) else self.opened(target, model, revision)
+        checkpoint = model if isinstance(model, Checkpoint) else self.load_checkpoint(target, model, revision)
         checkpoint.check(self.name, target)
         target.check_shared_parts()
         self.target = target
         self.num_speculative_tokens = num_speculative_tokens
-        self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
+        self.probabilistic = self.needs_uniforms = draft_sample_method == "probabilistic"
         self.max_model_len = max_model_len or target.max_model_len
         self.objective = self.objective_type()
         self.shared, self.ready = {}, False
@@ -130,7 +130,7 @@ class Drafter(Learner):
         if num_draft_vocab < target.vocab_size:
             self.register_buffer("d2t", torch.zeros(num_draft_vocab, dtype=torch.int64))
         if checkpoint.tensors is None:
-            start(self, 0, self.std)
+            init_weights(self, 0, self.std)
         else:
             native.fill(self, checkpoint)
             self._check_vocabulary(checkpoint.name)
@@ -138,7 +138,7 @@ class Drafter(Learner):
         self.prepare()
 
     @classmethod
-    def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
+    def load_checkpoint(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
         """The checkpoint of that name, in whatever format it is."""
         if name is None:
             raise ValueError(f"method {cls.name!r} needs model; give the directory of a drafter (eval/run.py: checkpoint=DIR)")
@@ -174,17 +174,17 @@ class Drafter(Learner):
         raise NotImplementedError
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         """The config of a new drafter: every key with the value that it comes to. Raises ValueError for what cannot be."""
         raise NotImplementedError
 
     @classmethod
-    def asked(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def required_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         """What of a recipe a drafter to start from must have: null asks for nothing."""
-        values = cls.resolved(target, architecture)
+        values = cls.resolve_config(target, architecture)
         return {key: value for key, value in values.items() if architecture.get(key) not in (None, {})}
 
-    def adopt(self, target: CausalLM) -> None:
+    def init_from_target(self, target: CausalLM) -> None:
         """What else to take from the target where the output layer is the target's."""
 
     # ---------------------------------------------------------------- shared parts
@@ -238,7 +238,7 @@ class Drafter(Learner):
         found: Tensor = self.shared["vocab_ids"]
         return found
 
-    def said(self, drawn_B: Tensor, q_BV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def to_target_vocab(self, drawn_B: Tensor, q_BV: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens and laws over the draft vocabulary as such over the target's."""
         if (ids := self.vocab_ids) is None:
             return drawn_B, q_BV
@@ -248,14 +248,14 @@ class Drafter(Learner):
 
     # ---------------------------------------------------------------- drafting
 
-    def drawing(self, context: Context) -> Drawing:
-        return Drawing(context, self.probabilistic, self.gives_evidence, self.said)
+    def draft_sampler(self, context: Context) -> DraftSampler:
+        return DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
 
-    def room(self, context: Context) -> np.ndarray:
+    def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft: pair i stands at position i, and the last of K drafts needs pair length + K - 3."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
 
-    def more_bytes(self, rows: int, slots: int) -> int:
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
         return 0
 
     def reserve(self, rows: int, slots: int) -> None:
@@ -270,20 +270,20 @@ class Drafter(Learner):
             packed_linear.pack(self)
         self.ready = True
 
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         """Only the last state of a row is ever read."""
         return True
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         """Nothing to do: the first `propose` brings the prompt's states."""
 
-    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         """Nothing to undo: the next request overwrites the row."""
 
     # ---------------------------------------------------------------- at rest
 
     @classmethod
-    def fresh(
+    def init_checkpoint(
         cls, target: CausalLM, architecture: dict[str, Any], init: Init, vocab_ids: np.ndarray | None = None, seed: int = 0
     ) -> Checkpoint:
         """A drafter with random weights, but for what `init` takes from the target.
@@ -292,12 +292,12 @@ class Drafter(Learner):
         """
         if vocab_ids is not None and (np.diff(vocab_ids) <= 0).any():
             raise ValueError("vocab_ids must be ascending and distinct")
-        config = cls.resolved(target, architecture) | {
+        config = cls.resolve_config(target, architecture) | {
             "own_lm_head": init.train_lm_head or vocab_ids is not None,
             "draft_vocab_size": target.vocab_size if vocab_ids is None else len(vocab_ids),
         }
         drafter = cls(target, Checkpoint(cls.name, config, native.facts(target), None), 1)
-        start(drafter, seed, drafter.std)
+        init_weights(drafter, seed, drafter.std)
         if vocab_ids is not None:
             drafter.get_buffer("d2t").copy_(torch.from_numpy(vocab_ids - np.arange(len(vocab_ids))))
             drafter._check_vocabulary("vocab_ids")
@@ -313,24 +313,26 @@ class Drafter(Learner):
                         )
                     head.weight.copy_(rows)
             if init.lm_head == "target" or not own:
-                drafter.adopt(target)
-        return drafter.exported()
+                drafter.init_from_target(target)
+        return drafter.to_checkpoint()
 
-    def for_training(self, objective: Checked, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
-        """float32 masters that gradients reach. statistics: [tokens, T, D] target states to scale features by; warm: the
+    def for_training(
+        self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False
+    ) -> None:
+        """float32 masters that gradients reach. feature_sample: [tokens, T, D] target states to scale features by; warm_start: the
         weights were trained before, so what is prepared must leave the function as it is."""
         self.objective = objective
         self.float().requires_grad_(True)
         for head in self.own_heads():
             head.requires_grad_(init.train_lm_head)
-        if init.scale_features and statistics is not None and self.scaled is not None:
-            rms = self.unscaled(statistics).float().pow(2).mean(0).sqrt().clamp(min=1e-3).to(self.target.device)
+        if init.scale_features and feature_sample is not None and self.scaled is not None:
+            rms = self.unscaled(feature_sample).float().pow(2).mean(0).sqrt().clamp(min=1e-3).to(self.target.device)
             self.feature_scale = 1 / rms
-            if warm:
+            if warm_start:
                 with torch.no_grad():
                     self.get_parameter(self.scaled)[:, -len(rms) :] *= rms
 
-    def exported(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
+    def to_checkpoint(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
         """The drafter as a checkpoint, scaling folded in. tensors: its state, where that is gathered from several processes."""
         tensors = {key: tensor.detach().cpu() for key, tensor in (self.state_dict() if tensors is None else tensors).items()}
         if (scale := tensors.pop("feature_scale", None)) is not None:
@@ -342,33 +344,40 @@ class Drafter(Learner):
 
     def write(self, directory: Any, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
         """Save this drafter with these weights into a directory that exists and nobody reads yet."""
-        native.save(directory, self.exported(state), provenance, card)
+        native.save(directory, self.to_checkpoint(state), provenance, card)
 
 
-class Drawing:
+class DraftSampler:
     """A draft as it comes about, all rows a position at a time.
 
     greedy: argmax at every temperature, a one-hot law that is not written down; probabilistic: by inverse CDF from
     softmax(logits / T), laws recorded. said: turns tokens and laws over a draft vocabulary into such over the target's.
     """
 
-    def __init__(self, context: Context, probabilistic: bool, evidence: bool, said: Callable[..., Any] | None = None):
+    def __init__(
+        self, context: Context, probabilistic: bool, evidence: bool, to_target_vocab: Callable[..., Any] | None = None
+    ):
         assert not probabilistic or context.uniform_BK is not None
-        self.context, self.probabilistic, self.evidence, self.said = context, probabilistic, evidence, said
+        self.context, self.probabilistic, self.evidence, self.to_target_vocab = (
+            context,
+            probabilistic,
+            evidence,
+            to_target_vocab,
+        )
         self.temperature_B = context.temperature_B
         self.tokens: list[Tensor] = []
         self.most: list[Tensor] = []  # the largest logits, by which it is seen whether all were finite
         self.laws: list[Any] = []
         self.odds: list[Tensor] = []
 
-    def draw(self, logits_BV: Tensor) -> Tensor:
+    def sample(self, logits_BV: Tensor) -> Tensor:
         """[B] the next token of every row."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
-        token_B, q_BV, most_B = sampling.draw(logits_BV, self.temperature_B, uniform_B)
+        token_B, q_BV, most_B = sampling.sample(logits_BV, self.temperature_B, uniform_B)
         if self.evidence:
             self.odds.append(sampling.log_odds(logits_BV, self.temperature_B))
-        if self.said is not None:
-            token_B, q_BV = self.said(token_B, q_BV)
+        if self.to_target_vocab is not None:
+            token_B, q_BV = self.to_target_vocab(token_B, q_BV)
         self.tokens.append(token_B)
         self.most.append(most_B)
         self.laws.append(q_BV)
@@ -377,19 +386,19 @@ class Drawing:
     def draft(self, draft_B: np.ndarray) -> Draft:
         """draft_B: tokens that each row really has."""
         q_BKV = torch.stack(self.laws, 1) if self.probabilistic else None
-        evidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
+        confidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
         finite_BK = sampling.finite(torch.stack(self.most, 1))
         token_BK = torch.stack(self.tokens, 1)
-        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
+        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
 
 
-def nothing(context: Context) -> Draft:
+def empty_draft(context: Context) -> Draft:
     """A draft of no tokens."""
     rows = len(context.rows)
     return Draft(context.last_token_B.new_zeros(rows, 0), torch.zeros(rows, dtype=torch.int64))
 
 
-def start(module: nn.Module, seed: int, std: float) -> None:
+def init_weights(module: nn.Module, seed: int, std: float) -> None:
     """Random weights: matrices from N(0, std^2), biases at 0; norms are as they were made."""
     noise = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():

@@ -13,7 +13,7 @@ from torch import Tensor
 class Batch:
     """Samples laid end to end: N tokens. layers: the ids of the tapped layers. mask_N and length_B are on the host: which rows
     take part is decided there, without waiting for the device. weight_B: what a token of each sample weighs, if not 1. Where
-    the target was not asked (`Tokens`), hidden_NTD and what follows from it are None."""
+    the target was not asked (`TokenSource`), hidden_NTD and what follows from it are None."""
 
     ids: list[str]
     length_B: np.ndarray

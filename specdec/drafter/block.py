@@ -49,11 +49,11 @@ class Depths(Checked):
                 f"train.objective.num_depths={self.num_depths}; lower it"
             )
 
-    def plan(self, batch: Batch, num_depths: int, lead: int, seed: int | str) -> unroll.Plan:
+    def plan(self, batch: Batch, num_depths: int, label_offset: int, seed: int | str) -> unroll.Plan:
         """Rows of every depth; a sample's are drawn anew in every step of the run."""
         shares = self.down_sample_ratio, self.down_sample_ratio_min
-        reach_N = unroll.reach(batch.ids, batch.length_B, num_depths, *shares, seed)
-        return unroll.plan(batch.length_B, batch.mask_N, num_depths, lead, reach_N)
+        num_steps_N = unroll.sample_num_steps(batch.ids, batch.length_B, num_depths, *shares, seed)
+        return unroll.plan(batch.length_B, batch.mask_N, num_depths, label_offset, num_steps_N)
 
 
 def positions(plan: unroll.Plan) -> np.ndarray:

@@ -4,9 +4,9 @@ the target said, or a weighted mix.
 With p the target's law over the draft vocabulary (renormalised), q the draft's, and x the token that the data goes on with:
     ce = -sum p log q        kl = sum p log(p / q)        tv = 1 - sum min(p, q)        nll = -log q(x)
 `distill` makes the output layer, the losses and their gradients in blocks, so that logits of a whole batch never exist at once
-in float32, and the target's law is made once for all unrolled steps; `readable_distill` says the same in plain autograd.
+in float32, and the target's law is made once for all unrolled steps; `distill_reference` says the same in plain autograd.
 
-Shape letters: Q taught positions, M supervised rows of a step, V draft vocabulary, D width.
+Shape letters: Q labelled positions, M supervised rows of a step, V draft vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOSS, HITS, OVERLAP, ROWS = range(4)  # columns of the sums that are reported pe
 
 @dataclass
 class Teacher:
-    """The target on the taught positions.
+    """The target on the labelled positions.
 
     state_QD: its states, after the final norm; weight_VD, bias_V: its output layer over the draft vocabulary; cap: what the
     architecture does to logits; logsumexp_Q: of its logits over the whole vocabulary; label_Q: its likeliest token as an index
@@ -42,7 +42,7 @@ class Teacher:
     state_QD: Tensor | None
     weight_VD: Tensor | None
     bias_V: Tensor | None
-    cap: Any
+    scale_logits: Any
     logsumexp_Q: Tensor | None
     label_Q: Tensor
     token_Q: Tensor
@@ -52,7 +52,7 @@ class Teacher:
         assert (self.state_QD is None) == (self.weight_VD is None) == (self.logsumexp_Q is None)
 
 
-def need_law(terms: dict[str, float]) -> bool:
+def needs_target_probs(terms: dict[str, float]) -> bool:
     """Whether the mix looks at the target's law, or at tokens only."""
     return any(weight for name, weight in terms.items() if name != "nll")
 
@@ -74,25 +74,25 @@ Terms = Annotated[dict[str, float], AfterValidator(check_terms)]  # of a recipe,
 
 def distill(
     hidden: Sequence[Tensor],
-    taught: Sequence[np.ndarray],
+    labelled: Sequence[np.ndarray],
     weight_VD: Tensor,
     teacher: Teacher,
     step_weight: Sequence[float],
     terms: dict[str, float],
-    cap: Cap | None = None,
+    cap: ScaleLogits | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Sum over steps and rows of step_weight x loss; [K, 4] sums per step (loss, hits, overlap, rows); [M] hits of every step.
 
-    hidden: per step, [M, D] states that the draft's output layer weight_VD reads; taught: per step, [M] ascending places among
-    the taught positions; cap: what the drafter's architecture does to its logits, and the slope of that. A hit is a row whose
+    hidden: per step, [M, D] states that the draft's output layer weight_VD reads; labelled: per step, [M] ascending places among
+    the labelled positions; cap: what the drafter's architecture does to its logits, and the slope of that. A hit is a row whose
     likeliest draft token is the target's; overlap is sum min(p, q) with p over the whole vocabulary: the chance that rejection
     sampling accepts. It is NaN where nobody asked for the target's law: a mix of nll alone makes it only without gradients.
     """
-    loss, sums, *hits = _Distill.apply(weight_VD, teacher, list(taught), list(step_weight), terms, cap, *hidden)
+    loss, sums, *hits = _Distill.apply(weight_VD, teacher, list(labelled), list(step_weight), terms, cap, *hidden)
     return loss, sums, hits
 
 
-Cap = Callable[[Tensor], tuple[Tensor, Tensor | float]]
+ScaleLogits = Callable[[Tensor], tuple[Tensor, Tensor | float]]
 
 
 class _Distill(torch.autograd.Function):
@@ -100,14 +100,14 @@ class _Distill(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, teacher: Teacher, taught: Any, step_weight: Any, terms: Any, cap: Any, *hidden: Tensor
+        ctx: Any, weight: Tensor, teacher: Teacher, labelled: Any, step_weight: Any, terms: Any, cap: Any, *hidden: Tensor
     ) -> Any:
         device, steps = weight.device, len(hidden)
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
         exact = torch.promote_types(dtype, torch.float32)
         num_taught, num_draft = len(teacher.label_Q), weight.shape[0]
         train_weight = ctx.needs_input_grad[0]
-        lawful = teacher.state_QD is not None and (need_law(terms) or not any(ctx.needs_input_grad))
+        lawful = teacher.state_QD is not None and (needs_target_probs(terms) or not any(ctx.needs_input_grad))
         sums = torch.zeros(steps, 4, dtype=exact, device=device)
         hits = [torch.zeros(len(h), dtype=torch.bool, device=device) for h in hidden]
         grad_hidden = [torch.zeros(h.shape, dtype=exact, device=device) for h in hidden]
@@ -122,7 +122,7 @@ class _Distill(torch.autograd.Function):
             for first in range(0, num_taught, block):
                 last = min(first + block, num_taught)
                 logits_p = torch.matmul(taught_states[first:last], taught_weight.t()) if lawful else None
-                spans = [tuple(np.searchsorted(places, (first, last)).tolist()) for places in taught]
+                spans = [tuple(np.searchsorted(places, (first, last)).tolist()) for places in labelled]
                 x = torch.cat([s[a:b] for s, (a, b) in zip(state, spans, strict=True)])
                 logits_q = torch.matmul(x, w.t())
                 start = np.cumsum([0, *(b - a for a, b in spans)]).tolist()
@@ -130,7 +130,7 @@ class _Distill(torch.autograd.Function):
                     b = min(a + strip, last)
                     law = None if logits_p is None else _law(teacher, logits_p[a - first : b - first], a, b, exact)
                     label, token, counts = teacher.label_Q[a:b], teacher.token_Q[a:b], teacher.count_Q[a:b].to(exact)
-                    for k, places in enumerate(taught):
+                    for k, places in enumerate(labelled):
                         c, d = np.searchsorted(places, (a, b)).tolist()
                         if c == d:
                             continue
@@ -177,11 +177,11 @@ class _Distill(torch.autograd.Function):
 
 
 def _law(teacher: Teacher, logits: Tensor, a: int, b: int, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Of taught positions a .. b: p over the draft vocabulary, its logarithm, and its mass in the whole vocabulary."""
+    """Of labelled positions a .. b: p over the draft vocabulary, its logarithm, and its mass in the whole vocabulary."""
     assert teacher.logsumexp_Q is not None
     if teacher.bias_V is not None:
         logits = logits + teacher.bias_V
-    logits = teacher.cap(logits.to(exact))
+    logits = teacher.scale_logits(logits.to(exact))
     lse = logits.logsumexp(-1, keepdim=True)
     log_p = logits - lse
     scale = (lse.squeeze(1) - teacher.logsumexp_Q[a:b]).exp().clamp(max=1)
@@ -219,25 +219,25 @@ def _compare(
     return slope, loss, hit, overlap
 
 
-def readable_distill(
+def distill_reference(
     hidden: Sequence[Tensor],
-    taught: Sequence[np.ndarray],
+    labelled: Sequence[np.ndarray],
     weight_VD: Tensor,
     teacher: Teacher,
     step_weight: Sequence[float],
     terms: dict[str, float],
-    cap: Cap | None = None,
+    cap: ScaleLogits | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`distill` with all logits at once; the target's law is made whether it is needed or not."""
     assert teacher.state_QD is not None
     assert teacher.weight_VD is not None
     assert teacher.logsumexp_Q is not None
     logits = teacher.state_QD @ teacher.weight_VD.t()
-    logits_QV = teacher.cap(logits if teacher.bias_V is None else logits + teacher.bias_V)
+    logits_QV = teacher.scale_logits(logits if teacher.bias_V is None else logits + teacher.bias_V)
     p_QV = logits_QV.softmax(-1)
     whole_QV = (logits_QV - teacher.logsumexp_Q.unsqueeze(1)).exp()
     total, sums, hits = torch.zeros(()), [], []
-    for h, places, of_step in zip(hidden, taught, step_weight, strict=True):
+    for h, places, of_step in zip(hidden, labelled, step_weight, strict=True):
         own = torch.from_numpy(places)
         logits = h @ weight_VD.t() if cap is None else cap(h @ weight_VD.t())[0]
         p, log_q, token = p_QV[own], logits.log_softmax(-1), teacher.token_Q[own]

@@ -33,7 +33,7 @@ SAMPLE_ROWS = 64
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Shared:
+class SharedVocab:
     """pair_I2: [I, 2] on the host, the ids of the same token in the target's vocabulary and the draft model's, ascending in the
     target's; substitute: the draft id that stands for target ids without a partner, if there are any."""
 
@@ -48,11 +48,11 @@ class Shared:
         self.target_I, self.draft_I = (torch.from_numpy(column.copy()).to(device) for column in pair_I2.T)
         self.draft_of_V_there = torch.from_numpy(self.draft_of_V).to(device)
 
-    def read(self, target_ids: np.ndarray) -> np.ndarray:
+    def to_draft_ids_host(self, target_ids: np.ndarray) -> np.ndarray:
         """Target ids as the draft model reads them, one for one."""
         return self.draft_of_V[target_ids]
 
-    def read_drafted(self, token_N: Tensor) -> Tensor:
+    def to_draft_ids(self, token_N: Tensor) -> Tensor:
         """Likewise, on the device."""
         return self.draft_of_V_there[token_N]
 
@@ -60,7 +60,7 @@ class Shared:
         """[N, I] of the draft model's logits those of shared tokens: a law made of them has no mass elsewhere."""
         return logits_NV.index_select(1, self.draft_I)
 
-    def said(self, drawn_N: Tensor, q_NI: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def to_target_vocab(self, drawn_N: Tensor, q_NI: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens and laws over the shared tokens as such over the target's vocabulary."""
         if q_NI is not None:
             q_NI = q_NI.new_zeros(len(q_NI), self.target_size).index_copy_(1, self.target_I, q_NI)
@@ -82,12 +82,12 @@ class Shared:
         }
 
 
-def shared(target: CausalLM, draft: CausalLM) -> Shared:
+def shared(target: CausalLM, draft: CausalLM) -> SharedVocab:
     """The tokens that two models share; says on stderr how much of the target's vocabulary they are.
 
     Raises ValueError, one line, if there are none, or if nothing can stand for the target's other tokens.
     """
-    theirs, own = meanings(target.tokenizer, target.vocab_size), meanings(draft.tokenizer, draft.vocab_size)
+    theirs, own = token_bytes(target.tokenizer, target.vocab_size), token_bytes(draft.tokenizer, draft.vocab_size)
     pairs = sorted((i, own[meaning]) for meaning, i in theirs.items() if meaning in own)
     names = f"the target {target.name} and the draft model {draft.name}"
     if not pairs:
@@ -97,7 +97,7 @@ def shared(target: CausalLM, draft: CausalLM) -> Shared:
     substitute, num_other = None, target.vocab_size - len(pairs)
     if num_other:
         substitute = _substitute(draft, f"{num_other} tokens of {target.name}")
-    found = Shared(np.array(pairs, dtype=np.int64), target.vocab_size, substitute, target.device)
+    found = SharedVocab(np.array(pairs, dtype=np.int64), target.vocab_size, substitute, target.device)
     if found.size < FEW:
         print(f"warning: {names} share {found.size} tokens, fewer than {FEW}; little can be drafted", file=sys.stderr)
     estimate = found.share_of(sample(target.tokenizer, target.vocab_size))
@@ -127,7 +127,7 @@ def check_same_tokens(target: CausalLM, tokenizer: Any, name: str, advice: str) 
             f"the draft model {name} has another tokenizer than the target {target.name}: {len(ordinary)} ids are other "
             f"tokens, such as {first}, which is {own[first]!r} and {theirs[first]!r}; {advice}"
         )
-    if differing and target.processes.leads:
+    if differing and target.processes.is_main:
         first = differing[0]
         print(
             f"note: {len(differing)} special or unused ids of the draft model {name} are not those of {target.name}, such as "
@@ -171,7 +171,7 @@ def sample(tokenizer: Any, vocab_size: int) -> np.ndarray:
 # What a token means
 
 
-def meanings(tokenizer: Any, vocab_size: int) -> dict[bytes | str, int]:
+def token_bytes(tokenizer: Any, vocab_size: int) -> dict[bytes | str, int]:
     """Id of everything that has a token: bytes of text, or the name (str) of a special token. Ids of `vocab_size` and more have
     no row in the model; those below it without a token are in no meaning.
 

@@ -18,14 +18,14 @@ from specdec.drafter.losses import Teacher
 from specdec.model.target import CausalLM
 
 
-class Learner(nn.Module):
+class TrainableDrafter(nn.Module):
     """objective: `weights(num_steps)`, `loss` (a mix of terms), `mask_outside_vocab`, and mostly `steps_at(progress)`. lead:
     row p predicts token p + lead + k at step k."""
 
     target: CausalLM
     objective: Any
     shared: dict[str, Any]  # frozen parts of the target, and what follows from a config: not registered
-    lead: ClassVar[int] = 2
+    label_offset: ClassVar[int] = 2
 
     # ---------------------------------------------------------------- what a family adds
 
@@ -44,9 +44,9 @@ class Learner(nn.Module):
 
     def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
         """The rows of every step."""
-        return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.lead)
+        return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.label_offset)
 
-    def asks_target(self, objective: Any) -> bool:
+    def needs_target(self, objective: Any) -> bool:
         """Whether training by this objective needs the target's features, or the data's tokens alone."""
         return True
 
@@ -55,9 +55,9 @@ class Learner(nn.Module):
         """[draft vocabulary] target ids; None if all can be drafted."""
         return None
 
-    draft_cap: losses.Cap | None = None  # what the drafter's own architecture does to its logits
+    scale_draft_logits: losses.ScaleLogits | None = None  # what the drafter's own architecture does to its logits
 
-    def regression(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
+    def auxiliary_loss(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
         """What a method adds to the loss; nothing here. state_MD: the supervised states of the first step."""
         return total
 
@@ -74,7 +74,7 @@ class Learner(nn.Module):
         """
         num_steps = self.num_steps(progress)
         plan = self.plan(batch, num_steps, seed)
-        if not len(plan.taught):  # nothing to learn from; other processes wait for gradients all the same
+        if not len(plan.labelled):  # nothing to learn from; other processes wait for gradients all the same
             nothing = sum(
                 (p.sum() * 0.0 for p in self.parameters() if p.requires_grad), torch.zeros((), device=self.target.device)
             )
@@ -93,17 +93,19 @@ class Learner(nn.Module):
         for own, given in zip(groups, heads, strict=False):
             head = teacher.weight_VD if given is None else given
             assert head is not None
-            taught = [step.taught for step in plan.steps[own]]
+            labelled = [step.labelled for step in plan.steps[own]]
             part, of_steps, hit = losses.distill(
-                supervised[own], taught, head, teacher, weights[own], self.objective.loss, self.draft_cap
+                supervised[own], labelled, head, teacher, weights[own], self.objective.loss, self.scale_draft_logits
             )
             total, sums, hits = total + part, [*sums, of_steps], [*hits, *hit]
-        return self.regression(total, supervised[0], teacher, plan), torch.cat([torch.cat(sums), self._chains(hits, plan)], 1)
+        return self.auxiliary_loss(total, supervised[0], teacher, plan), torch.cat(
+            [torch.cat(sums), self._chains(hits, plan)], 1
+        )
 
     @torch.no_grad()
     def teacher(self, batch: Batch, plan: unroll.Plan) -> Teacher:
-        """The target's law on the taught positions; of a batch without hidden states, the data's tokens alone."""
-        place = self._index(plan.taught)
+        """The target's law on the labelled positions; of a batch without hidden states, the data's tokens alone."""
+        place = self._index(plan.labelled)
         token = batch.token_N[place + 1]
         label = token if batch.argmax_N is None else batch.argmax_N[place]
         if (ids := self.vocab_ids) is not None:
@@ -118,7 +120,7 @@ class Learner(nn.Module):
         if self.objective.mask_outside_vocab:
             count_Q = count_Q * (label >= 0)
         if batch.hidden_NTD is None or batch.logsumexp_N is None:
-            return Teacher(None, None, None, self.target.cap, None, label, token, count_Q)
+            return Teacher(None, None, None, self.target.scale_logits, None, label, token, count_Q)
         last = batch.hidden([self.target.num_layers])[:, 0][place]
         with torch.autocast(last.device.type, enabled=False):
             state_QD = self.target.final_norm(last.to(self.target.dtype))
@@ -126,7 +128,7 @@ class Learner(nn.Module):
             weight, bias = self.target.head_rows(ids)
             self.shared["head"] = weight.clone() if ids is not None else weight, bias
         weight_VD, bias_V = self.shared["head"]
-        return Teacher(state_QD, weight_VD, bias_V, self.target.cap, batch.logsumexp_N[place], label, token, count_Q)
+        return Teacher(state_QD, weight_VD, bias_V, self.target.scale_logits, batch.logsumexp_N[place], label, token, count_Q)
 
     def _chains(self, hits: list[Tensor], plan: unroll.Plan) -> Tensor:
         """[K, 3] per step: rows whose tokens were all hits up to here, rows whose earlier ones were, and rows with all
@@ -138,8 +140,8 @@ class Learner(nn.Module):
             if whole is None:
                 reached, whole = torch.ones_like(hit), np.ones(len(hit), dtype=bool)
             else:
-                before = step.hit_before.clip(0)
-                whole = (step.hit_before >= 0) & whole[before] if len(whole) else np.zeros(len(hit), dtype=bool)
+                before = step.prev_match.clip(0)
+                whole = (step.prev_match >= 0) & whole[before] if len(whole) else np.zeros(len(hit), dtype=bool)
                 reached = joint[self._index(before)] & self._index(whole) if len(joint) else torch.zeros_like(hit)
             joint = hit & reached
             counts.append(torch.stack([joint.sum(), reached.sum(), torch.full_like(joint.sum(), int(whole.sum()))]))

@@ -6,7 +6,7 @@ supervised at step k if and only if the target generated token p+2+k. At step k 
 itself, and to its own keys of steps 1 to k.
 
 A drafter that makes all its tokens at once from mask tokens (PARD, P-EAGLE) has the same rows: its k-th mask token sees what
-the row saw and the mask tokens before it. A causal LM that reads tokens alone predicts token p+1+k there: its lead is 1.
+the row saw and the mask tokens before it. A causal LM that reads tokens alone predicts token p+1+k there: its label_offset is 1.
 
 Shape letters: N tokens of a batch, A rows that take part, H query heads, G key heads, W width of a head. Values may be of
 another width than keys.
@@ -32,42 +32,44 @@ class Step:
     """One unrolled step.
 
     rows: [A] the rows that are computed: those that are supervised now or later. kept: [A] where these stood among the rows of
-    the step before (None at step 0). supervised: places among the rows. taught: of each supervised row, its place among the
-    taught positions. hit_before: for each supervised row, its place among the supervised rows of the step before, or -1.
+    the step before (None at step 0). supervised: places among the rows. labelled: of each supervised row, its place among the
+    labelled positions. prev_match: for each supervised row, its place among the supervised rows of the step before, or -1.
     """
 
     rows: np.ndarray
     kept: np.ndarray | None
     supervised: np.ndarray
-    taught: np.ndarray
-    hit_before: np.ndarray
+    labelled: np.ndarray
+    prev_match: np.ndarray
 
 
 @dataclass
 class Plan:
-    """steps, and taught: [Q] positions (in the batch) whose target law is a label: token taught+1 was generated."""
+    """steps, and labelled: [Q] positions (in the batch) whose target law is a label: token labelled+1 was generated."""
 
     steps: list[Step]
-    taught: np.ndarray
+    labelled: np.ndarray
     first_A: np.ndarray  # of every token of the batch, where its document begins
 
 
-def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int, lead: int = 2, reach_N: np.ndarray | None = None) -> Plan:
+def plan(
+    length_B: np.ndarray, mask_N: np.ndarray, num_steps: int, label_offset: int = 2, num_steps_N: np.ndarray | None = None
+) -> Plan:
     """Rows of every step for documents of these lengths, laid end to end, and their loss mask.
 
-    lead: row p predicts token p + lead + k at step k; reach_N: the number of steps that a row takes part in, if not in all.
+    label_offset: row p predicts token p + label_offset + k at step k; num_steps_N: the number of steps that a row takes part in, if not in all.
     """
     first_N = np.repeat(np.cumsum(length_B) - length_B, length_B)
     generated = np.flatnonzero(mask_N)
     within = generated - first_N[generated]
-    generated, within = generated[within >= lead], within[within >= lead]
-    taught, predict = [], []
+    generated, within = generated[within >= label_offset], within[within >= label_offset]
+    labelled, predict = [], []
     for k in range(num_steps):
-        place = np.flatnonzero(within >= lead + k)
-        if reach_N is not None:
-            place = place[reach_N[generated[place] - lead - k] > k]
-        taught.append(place)
-        predict.append(generated[place] - lead - k)
+        place = np.flatnonzero(within >= label_offset + k)
+        if num_steps_N is not None:
+            place = place[num_steps_N[generated[place] - label_offset - k] > k]
+        labelled.append(place)
+        predict.append(generated[place] - label_offset - k)
     steps: list[Step] = []
     for k in range(num_steps):
         rows = np.unique(np.concatenate(predict[k:]))
@@ -80,14 +82,14 @@ def plan(length_B: np.ndarray, mask_N: np.ndarray, num_steps: int, lead: int = 2
                 rows=rows,
                 kept=np.searchsorted(steps[-1].rows, rows) if k else None,
                 supervised=np.searchsorted(rows, predict[k]),
-                taught=taught[k],
-                hit_before=before,
+                labelled=labelled[k],
+                prev_match=before,
             )
         )
     return Plan(steps, generated - 1, first_N)
 
 
-def reach(
+def sample_num_steps(
     names: Sequence[str], length_B: np.ndarray, num_steps: int, ratio: float, least: float, seed: int | str
 ) -> np.ndarray:
     """[N] the number of steps that each row takes part in, when step k keeps `max(ratio^k, least)` of the rows, and none that
@@ -120,7 +122,7 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """[A, H, W]. key_NGW, value_NGW: of step 0, every token of the batch; own_key, own_value: [A, G, W] of steps 1 .. k.
 
-    Keeps no scores for the backward pass: they are made again, block by block. `readable_attention` is the same in plain words.
+    Keeps no scores for the backward pass: they are made again, block by block. `attention_reference` is the same in plain words.
     """
     return _Attention.apply(query_AHW, key_NGW, value_NGW, rows, first_N, scaling, *own_key, *own_value)
 
@@ -210,7 +212,7 @@ def _scores(q_AGRW: Tensor, key_SGW: Tensor, place_A: Tensor) -> Tensor:
     return score.masked_fill_(hidden_AS.repeat_interleave(q_AGRW.shape[2], 0), float("-inf"))
 
 
-def readable_attention(
+def attention_reference(
     query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
     rows: np.ndarray, first_N: np.ndarray, scaling: float,
 ) -> Tensor:  # fmt: skip

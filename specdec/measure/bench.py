@@ -50,7 +50,7 @@ class Timing:
         return sum(self.seconds) / sum(self.cpu_s)
 
 
-def side_by_side(contenders: dict[str, Decode], prompts: list[list[int]]) -> dict[str, Timing]:
+def run_side_by_side(contenders: dict[str, Decode], prompts: list[list[int]]) -> dict[str, Timing]:
     """Time every contender on every prompt, in turn. The first prompt is decoded once more beforehand, as a warm-up."""
     timings = {name: Timing() for name in contenders}
     for decode in contenders.values():

@@ -24,7 +24,7 @@ from specdec.checkpoint import native
 from specdec.core import Request
 from specdec.files import parse_json, read_json, writing
 from specdec.llm import SpeculativeConfig, answer_text
-from specdec.measure.stats import RequestStats, Served, request_metrics
+from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -98,7 +98,9 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool =
     script.keeps(out_dir, resumes)
 
 
-def asked(target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dict[str, Any], scheme: str) -> dict[str, Any]:
+def run_identity(
+    target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dict[str, Any], scheme: str
+) -> dict[str, Any]:
     """What runs must have in common to be compared, or to be one run that goes on."""
     return {
         "target": target.name,
@@ -135,7 +137,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON-lines file, one by one, without touching it; a last line that was cut short is left out."""
+    """JsonlFile of a JSON-lines file, one by one, without touching it; a last line that was cut short is left out."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -150,16 +152,16 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def stats_of(row: dict[str, Any]) -> RequestStats:
-    """The statistics that `row_of` wrote into a row."""
+    """The statistics that `request_record` wrote into a row."""
     return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)})
 
 
-def served_of(row: dict[str, Any]) -> Served:
-    """A row of a run under load, for `stats.under_load`."""
-    return Served(row["arrival_s"], row["added_s"], stats_of(row))
+def served_of(row: dict[str, Any]) -> RequestTiming:
+    """A row of a run under load, for `stats.serving_metrics`."""
+    return RequestTiming(row["arrival_s"], row["added_s"], stats_of(row))
 
 
-class Rows:
+class JsonlFile:
     """The JSON-lines file of one pass over the tasks. keep: hold the rows in memory too."""
 
     def __init__(self, path: Path, keep: bool = True):
@@ -245,11 +247,11 @@ def check_logger(logger: dict[str, Any]) -> None:
 
 
 class Metrics:
-    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. Rows that a resumed run makes again replace
+    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. JsonlFile that a resumed run makes again replace
     the old ones."""
 
     def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
-        self.rows = Rows(out_dir / "metrics.jsonl")
+        self.rows = JsonlFile(out_dir / "metrics.jsonl")
         self.run = None
         if logger["name"] == "wandb":
             self.run, self.mode = _wandb_run(logger, cfg, job_type="train")
@@ -286,7 +288,7 @@ def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def row_of(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
+def request_record(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
     """One request's line. common: method, rejection, K, lossless: what is the same for the whole run."""
     stats = request.stats
     metrics = request_metrics(stats)

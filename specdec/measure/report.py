@@ -47,8 +47,8 @@ def summarize(
         result["decode_tokens_per_s"] = stats.decode_tokens_per_s(own)
         result["time_to_first_token_s"] = float(np.mean([s.time_to_first_token_s for s in own]))
         steps = result["num_steps"]
-        result["draft_s_per_step"] = stats.busy_seconds(own, "draft_s") / steps if steps else None
-        result["verify_s_per_step"] = stats.busy_seconds(own, "verify_s") / steps if steps else None
+        result["draft_s_per_step"] = stats.row_share_seconds(own, "draft_s") / steps if steps else None
+        result["verify_s_per_step"] = stats.row_share_seconds(own, "verify_s") / steps if steps else None
         result["speedup_ideal"] = result["tokens_per_step"]
         result["baseline_tokens_per_s"] = baseline = stats.decode_tokens_per_s(base) if len(base) == len(own) else None
         found = stats.speedup(own, base) if baseline else None
@@ -98,7 +98,7 @@ def speedup_line(overall: dict[str, Any]) -> str | None:
     return f"speedup {overall['speedup']:.2f} ({interval}), by CPU time {overall['speedup_cpu']:.2f}"
 
 
-def lossless_said(
+def lossless_verdict(
     verifier: Verifier, greedy: bool, answered: dict[str, list[int]], plain: dict[str, list[int]] | None
 ) -> tuple[str, str]:
     """By what right the output is called the target's own: in a few characters, and in words. Checked token for token where
@@ -420,7 +420,7 @@ class _Summary(BaseModel):
     rejection: str = ""
     lossless: bool = True
     lossless_short: str = ""
-    lossless_said: str = ""
+    lossless_verdict: str = ""
     max_batch_size: int = 1
     max_model_len: int | None = None
     prefill_chunk_size: int = 1
@@ -754,7 +754,9 @@ def load_table(summary: dict[str, Any], title: str) -> Table:
     return grid
 
 
-def plot_load(served: list[stats.Served], turns: Iterable[dict[str, Any]], edges: list[float], title: str, path: Path) -> Path:
+def plot_load(
+    served: list[stats.RequestTiming], turns: Iterable[dict[str, Any]], edges: list[float], title: str, path: Path
+) -> Path:
     """Four panels over the run: latencies by arrival, requests waiting and running, gaps between tokens, share of steps by
     batch size. edges: where the request rate changes."""
     plt = _pyplot()
@@ -878,7 +880,7 @@ def decoding_gain(summary: dict[str, Any], name: str, level: str, which: str) ->
     return own / plain if own and plain else None
 
 
-def level_said(level: str, summary: dict[str, Any]) -> str:
+def describe_rate(level: str, summary: dict[str, Any]) -> str:
     """A rate in words."""
     if level == "one":
         return "one request at a time"
@@ -888,7 +890,7 @@ def level_said(level: str, summary: dict[str, Any]) -> str:
 
 
 def choose_caption(summary: dict[str, Any]) -> str:
-    low, high = (level_said(summary["levels"][place], summary) for place in (0, -1))
+    low, high = (describe_rate(summary["levels"][place], summary) for place in (0, -1))
     plain = summary["plain"]
     return (
         f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "

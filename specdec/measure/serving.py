@@ -23,7 +23,7 @@ from specdec.core import Request, Step
 from specdec.engine import Engine
 from specdec.files import parse_json
 from specdec.llm import derived_seed
-from specdec.measure.stats import Served
+from specdec.measure.stats import RequestTiming
 from specdec.measure.tasks import Task, first_prompt_ids, request_id
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -206,7 +206,7 @@ def requests(
 
 
 @dataclass
-class Turn:
+class StepRecord:
     """One call of the engine's step. at_s: its end; wall_s: how long it took, prefills included; waiting, running: requests
     when it ended; the rest sums over its rows, and is 0 if nothing but prompts was processed."""
 
@@ -262,10 +262,10 @@ class Stopwatch:
         self.at_s += seconds
 
 
-def send(
+def run_open_loop(
     engine: Engine,
     timed: Iterable[tuple[float, Request]],
-    told: Callable[[Turn, list[Step]], object] = lambda turn, steps: None,
+    told: Callable[[StepRecord, list[Step]], object] = lambda turn, steps: None,
     one_at_a_time: bool = False,
 ) -> Generator[tuple[float, float, Request]]:
     """Give the engine each request when its time has come, and yield (arrival_s, added_s, request) as each finishes, in seconds
@@ -274,14 +274,14 @@ def send(
     timed: (arrival_s, request) in order of time. told: called after every step. one_at_a_time: each request comes when the one
     before it is finished, whatever its time is.
     """
-    for finished in step_by_step(engine, timed, told, one_at_a_time):
+    for finished in iterate_steps(engine, timed, told, one_at_a_time):
         yield from finished
 
 
-def step_by_step(
+def iterate_steps(
     engine: Engine,
     timed: Iterable[tuple[float, Request]],
-    told: Callable[[Turn, list[Step]], object],
+    told: Callable[[StepRecord, list[Step]], object],
     one_at_a_time: bool,
 ) -> Generator[list[tuple[float, float, Request]]]:
     """`send`, with a list of what finished after every step of the engine, by the engine's own clock."""
@@ -308,7 +308,7 @@ def step_by_step(
             before = engine.now()
             finished = engine.step()
             after = engine.now()
-            turn = Turn(after - begin, after - before, len(engine.waiting), engine.num_running)
+            turn = StepRecord(after - begin, after - before, len(engine.waiting), engine.num_running)
             steps, engine.steps = engine.steps, []
             for step in steps:
                 turn.rows, turn.draft_s, turn.verify_s = len(step.drafted_B), step.draft_s, step.verify_s
@@ -319,7 +319,7 @@ def step_by_step(
     finally:
         engine.steps = None
         if flight:
-            engine.clear()
+            engine.abort_all()
 
 
 # ---------------------------------------------------------------- several engines on the same requests
@@ -327,7 +327,7 @@ def step_by_step(
 Level = str | float  # "one", "all", or a multiple of what plain decoding can serve
 
 
-def levels(rates: Any) -> list[Level]:
+def parse_rates(rates: Any) -> list[Level]:
     """`rates` of conf/choose.yaml, from low to high. ValueError, one line, for anything else."""
     if not isinstance(rates, list) or len(rates) < 2:
         raise ValueError(f"rates={short_repr(rates)} must be a list of two or more, such as [one, 0.5, all]")
@@ -346,26 +346,26 @@ def levels(rates: Any) -> list[Level]:
 
 
 @dataclass
-class Record:
+class RunRecord:
     """What came of one engine at one rate. served: on a clock that ran only while it was the engine's turn; answered: output
     tokens by request, in the same order (a request that comes again is marked with ')."""
 
-    served: list[Served] = field(default_factory=list)
+    served: list[RequestTiming] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     answered: dict[str, list[int]] = field(default_factory=dict)
     clock_s: float = 0.0
 
-    def keep(self, turn: Turn, steps: list[Step]) -> None:
+    def keep(self, turn: StepRecord, steps: list[Step]) -> None:
         self.steps += steps
 
-    def add(self, served: Served, request: Request) -> None:
+    def add(self, served: RequestTiming, request: Request) -> None:
         name = request.id
         while name in self.answered:
             name += "'"
         self.served.append(served)
         self.answered[name] = request.output_token_ids
 
-    def each(self, number: Callable[[Served], float]) -> list[float]:
+    def each(self, number: Callable[[RequestTiming], float]) -> list[float]:
         """A number of each request, in the order of their names: of two records, pairs."""
         by_name = sorted(zip(self.answered, self.served, strict=True), key=lambda pair: pair[0])
         return [number(served) for _, served in by_name]
@@ -375,15 +375,15 @@ class Record:
         return self.each(lambda served: served.end_to_end)
 
 
-def take_turns(
+def run_interleaved(
     engines: dict[str, Engine],
-    records: dict[str, Record],
+    records: dict[str, RunRecord],
     pieces: Sequence[Sequence[Task]],
     requests_per_s: float | None,
     params: SamplingParams,
     seed: int,
     one_at_a_time: bool = False,
-) -> Iterator[tuple[str, Task, Served, Request]]:
+) -> Iterator[tuple[str, Task, RequestTiming, Request]]:
     """All engines decode a piece of the tasks, then all of them the next one. Within a piece they take turns step by step,
     each by a clock that runs in its own steps alone and jumps over its idle times: a slow moment of the machine hits them
     alike. So they need a cache each. Requests, seeds and arrival times are the same for all; who begins changes.
@@ -404,7 +404,7 @@ def take_turns(
             task_of |= {request.id: task for _, request, task in coming}
             engines[name].now = watches[name] = Stopwatch()
             timed = [(at_s, request) for at_s, request, _ in coming]
-            running[name] = step_by_step(engines[name], timed, records[name].keep, one_at_a_time)
+            running[name] = iterate_steps(engines[name], timed, records[name].keep, one_at_a_time)
         began = {name: records[name].clock_s for name in names}
         try:
             while running:
@@ -416,7 +416,7 @@ def take_turns(
                         del running[name]
                         continue
                     for arrival_s, added_s, request in finished:
-                        served = Served(began[name] + arrival_s, began[name] + added_s, request.stats)
+                        served = RequestTiming(began[name] + arrival_s, began[name] + added_s, request.stats)
                         records[name].add(served, request)
                         yield name, task_of[request.id], served, request
         finally:

@@ -21,7 +21,7 @@ import numpy as np
 from specdec.core import Request, RequestStats
 
 
-def derive(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
+def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
     """Every acceptance number that follows from a histogram [draft length, accepted] and the emitted tokens.
 
     `acceptance_rate_per_position[i]` is unconditional: of all drafts, how many had token i accepted;
@@ -71,7 +71,7 @@ class SpecDecodeMetrics:
 
     @classmethod
     def of(cls, stats: RequestStats, num_speculative_tokens: int) -> SpecDecodeMetrics:
-        metrics = derive(stats.histogram(num_speculative_tokens + 1), sum(stats.emitted))
+        metrics = acceptance_metrics(stats.histogram(num_speculative_tokens + 1), sum(stats.emitted))
         drafts = [(d, a) for d, a in zip(stats.drafted, stats.accepted, strict=True) if d]
         return cls(
             num_spec_tokens=num_speculative_tokens,
@@ -133,7 +133,7 @@ class Totals:
         for reason, count in self.num_finished.items():
             found.append(Counter("vllm:request_success", {**self.labels, "finished_reason": reason}, count))
         if self.num_speculative_tokens:
-            derived = derive(self.histogram, 0)
+            derived = acceptance_metrics(self.histogram, 0)
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
                 found.append(Counter(f"vllm:spec_decode_{name}", dict(self.labels), derived[name]))
             per_position = derived["num_accepted_per_position"]
@@ -143,7 +143,7 @@ class Totals:
 
 def request_metrics(stats: RequestStats) -> dict[str, Any]:
     """The derived numbers of one request."""
-    metrics = derive(stats.histogram(), sum(stats.emitted))
+    metrics = acceptance_metrics(stats.histogram(), sum(stats.emitted))
     metrics["num_output_tokens"] = metrics["num_emitted_tokens"] + 1
     metrics["decode_tokens_per_s"] = sum(stats.emitted) / stats.decode_s if stats.decode_s > 0 else None
     return metrics
@@ -153,7 +153,7 @@ def pool(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
     """Token-weighted numbers of many requests, as if they were one."""
     width = max((max(stats.drafted, default=0) for stats in all_stats), default=0) + 1
     histogram = sum((stats.histogram(width) for stats in all_stats), np.zeros((width, width), dtype=np.int64))
-    metrics = derive(histogram, sum(sum(stats.emitted) for stats in all_stats))
+    metrics = acceptance_metrics(histogram, sum(sum(stats.emitted) for stats in all_stats))
     metrics["num_requests"] = len(all_stats)
     metrics["num_output_tokens"] = metrics["num_emitted_tokens"] + len(all_stats)
     return metrics
@@ -170,7 +170,8 @@ def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
                 numbers.append(value)
     total = sum(sum(part.emitted) for part in own.values())
     return {
-        name: derive(part.histogram(), sum(part.emitted)) | {"output_share": sum(part.emitted) / total if total else None}
+        name: acceptance_metrics(part.histogram(), sum(part.emitted))
+        | {"output_share": sum(part.emitted) / total if total else None}
         for name, part in own.items()
     }
 
@@ -186,14 +187,14 @@ def mean_over_requests(all_stats: Sequence[RequestStats], key: str, seed: int = 
     return {"mean": float(values.mean()), "low": float(low), "high": float(high), "num_requests": len(values)}
 
 
-def busy_seconds(all_stats: Sequence[RequestStats], key: str) -> float:
+def row_share_seconds(all_stats: Sequence[RequestStats], key: str) -> float:
     """Seconds of `draft_s`, `verify_s` or `cpu_s` that the requests account for: a step's time is divided among its rows."""
     return sum(_row_share(s, getattr(s, key)) for s in all_stats)
 
 
 def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
     """Tokens emitted by steps over the time of those steps, each step's time divided among its rows (prefill apart)."""
-    seconds = busy_seconds(all_stats, "draft_s") + busy_seconds(all_stats, "verify_s")
+    seconds = row_share_seconds(all_stats, "draft_s") + row_share_seconds(all_stats, "verify_s")
     return sum(sum(s.emitted) for s in all_stats) / seconds if seconds > 0 else None
 
 
@@ -265,7 +266,7 @@ def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[
 
 
 @dataclass
-class Served:
+class RequestTiming:
     """A finished request of a run under load, in seconds from its start. arrival_s: when the request was due; added_s: when the
     engine was given it, which is later if it was in the middle of a step. Everything is measured from arrival_s."""
 
@@ -311,7 +312,7 @@ class Served:
         return int(count[(at >= begin_s) & (at < end_s)].sum())
 
 
-def spread(values: Sequence[float]) -> dict[str, float] | None:
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     """Mean, median, 90th and 99th percentile (linear between the two nearest), and the largest."""
     if not len(values):
         return None
@@ -341,7 +342,7 @@ def wasted_share(all_stats: Sequence[RequestStats]) -> float | None:
     return 1 - sum(sum(s.accepted) for s in all_stats) / made if made else None
 
 
-def under_load(served: Sequence[Served], begin_s: float = 0.0, end_s: float | None = None) -> dict[str, Any]:
+def serving_metrics(served: Sequence[RequestTiming], begin_s: float = 0.0, end_s: float | None = None) -> dict[str, Any]:
     """Numbers of the requests that arrived in [begin_s, end_s), and what came out of the engine in that time, of whichever
     request. end_s None: up to the last token.
 
@@ -365,11 +366,11 @@ def under_load(served: Sequence[Served], begin_s: float = 0.0, end_s: float | No
         "offered_requests_per_s": len(own) / came if came > 0 else None,
         "requests_per_s": finished / seconds if seconds > 0 else None,
         "output_tokens_per_s": tokens / seconds if seconds > 0 else None,
-        "time_to_first_token_s": spread([one.time_to_first_token for one in own]),
-        "inter_token_s": spread([gap for stats in own_stats for gap in stats.wall_s]),
-        "time_per_output_token_s": spread([t for one in own if (t := one.time_per_output_token) is not None]),
-        "end_to_end_s": spread([one.end_to_end for one in own]),
-        "waiting_s": spread([one.admitted_s - one.arrival_s for one in own]),
+        "time_to_first_token_s": percentiles([one.time_to_first_token for one in own]),
+        "inter_token_s": percentiles([gap for stats in own_stats for gap in stats.wall_s]),
+        "time_per_output_token_s": percentiles([t for one in own if (t := one.time_per_output_token) is not None]),
+        "end_to_end_s": percentiles([one.end_to_end for one in own]),
+        "waiting_s": percentiles([one.admitted_s - one.arrival_s for one in own]),
         "batch_size_share": share,
         "mean_batch_size": sum(rows * part for rows, part in share.items()) if share else None,
         "wasted_share": wasted_share(own_stats),
@@ -377,8 +378,8 @@ def under_load(served: Sequence[Served], begin_s: float = 0.0, end_s: float | No
     }
 
 
-def by_phase(served: Sequence[Served], phases: Sequence[tuple[float, float]], cut: bool) -> dict[str, dict[str, Any]]:
-    """`under_load` for each of the (seconds, requests per second). cut: the requests ended before the phases did, so the last
+def by_phase(served: Sequence[RequestTiming], phases: Sequence[tuple[float, float]], cut: bool) -> dict[str, dict[str, Any]]:
+    """`serving_metrics` for each of the (seconds, requests per second). cut: the requests ended before the phases did, so the last
     phase ends with the last token, and those after it never were; else a phase lasts although nobody comes any more."""
     last = max((one.finished_s for one in served), default=0.0)
     found, begin_s = {}, 0.0
@@ -387,7 +388,7 @@ def by_phase(served: Sequence[Served], phases: Sequence[tuple[float, float]], cu
         if cut and begin_s >= last:
             break
         ends = cut and last < end_s
-        own = under_load(served, begin_s, None if ends else end_s)
+        own = serving_metrics(served, begin_s, None if ends else end_s)
         found[f"{begin_s:g} to {round(last, 3) if ends else end_s:g} s at {rate:g}/s"] = own
         begin_s = end_s
     return found
@@ -465,8 +466,8 @@ def engine_cpu_seconds(stats: RequestStats) -> float:
 
 def wall_over_cpu(all_stats: Sequence[RequestStats]) -> float | None:
     """Wall time of the steps over the process's CPU time in them; with several threads it may be below 1. None: no steps."""
-    cpu_s = busy_seconds(all_stats, "cpu_s")
-    return (busy_seconds(all_stats, "draft_s") + busy_seconds(all_stats, "verify_s")) / cpu_s if cpu_s > 0 else None
+    cpu_s = row_share_seconds(all_stats, "cpu_s")
+    return (row_share_seconds(all_stats, "draft_s") + row_share_seconds(all_stats, "verify_s")) / cpu_s if cpu_s > 0 else None
 
 
 def busy_reasons(speedups: Mapping[str, tuple[float | None, float | None]], shares: Mapping[str, float | None]) -> list[str]:

@@ -169,7 +169,7 @@ def decode(
         except ValueError as error:
             if of[request.id][1] == 1:
                 raise
-            if engine.target.processes.leads:
+            if engine.target.processes.is_main:
                 print(f"note: {error}; the conversation ends here", file=sys.stderr)
             return False
         return True

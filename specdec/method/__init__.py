@@ -73,8 +73,8 @@ def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
 
 def build_up_to(most: int, name: str, target: CausalLM, **kwargs: Any) -> Proposer:
     """As `build`, for drafts of so many tokens; of fewer, if the drafter was made for fewer."""
-    if not hasattr(find(name), "longest"):
+    if not hasattr(find(name), "max_draft_tokens"):
         return build(name, target, num_speculative_tokens=most, **kwargs)
     proposer: Any = build(name, target, num_speculative_tokens=1, **kwargs)
-    proposer.num_speculative_tokens = min(most, proposer.longest or most)
+    proposer.num_speculative_tokens = min(most, proposer.max_draft_tokens or most)
     return proposer

@@ -1,13 +1,13 @@
 """A proposer of the user's own: `model="package.module.Class"`.
 
 The class gets the whole context: tokens, hidden states (set `hidden_layers`), the target's last logits (set `needs_logits`),
-sampling parameters, and noise to draw with (set `needs_noise`); it may return laws. It is written like any file here:
+sampling parameters, and noise to draw with (set `needs_uniforms`); it may return laws. It is written like any file here:
 
     class Mine:
         def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
         def propose(self, context) -> Draft | list[list[int]]: ...
-        # optional: begin(row, request), end(row), take_in(context) -> bool, hidden_layers, needs_logits, needs_noise,
-        # more_bytes, reserve
+        # optional: on_start(row, request), on_finish(row), catch_up(context) -> bool, hidden_layers, needs_logits, needs_uniforms,
+        # bytes_to_grow, reserve
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from specdec.checked import first_line
-from specdec.core import Context, Draft, Request, Silent, ragged
+from specdec.core import Context, Draft, Request, StatelessProposer, draft_from_lists
 from specdec.model.target import CausalLM
 
 
-class CustomClass(Silent):
+class CustomClass(StatelessProposer):
     """Wraps the user's object: fills in what it leaves out, and checks and trims what it drafts."""
 
     def __init__(self, target: CausalLM, model: str, num_speculative_tokens: int):
@@ -38,21 +38,21 @@ class CustomClass(Silent):
         self.own = load(model, available)
         self.hidden_layers = tuple(getattr(self.own, "hidden_layers", ()))
         self.needs_logits = bool(getattr(self.own, "needs_logits", False))
-        self.needs_noise = bool(getattr(self.own, "needs_noise", False))
+        self.needs_uniforms = bool(getattr(self.own, "needs_uniforms", False))
 
-    def begin(self, row: int, request: Request) -> None:
-        if hasattr(self.own, "begin"):
-            self.own.begin(row, request)
+    def on_start(self, row: int, request: Request) -> None:
+        if hasattr(self.own, "on_start"):
+            self.own.on_start(row, request)
 
-    def end(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
-        if hasattr(self.own, "end"):
-            self.own.end(row)
+    def on_finish(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+        if hasattr(self.own, "on_finish"):
+            self.own.on_finish(row)
 
-    def take_in(self, context: Context) -> bool:
-        return bool(self.own.take_in(context)) if hasattr(self.own, "take_in") else False
+    def catch_up(self, context: Context) -> bool:
+        return bool(self.own.catch_up(context)) if hasattr(self.own, "catch_up") else False
 
-    def more_bytes(self, rows: int, slots: int) -> int:
-        return self.own.more_bytes(rows, slots) if hasattr(self.own, "more_bytes") else 0
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
+        return self.own.bytes_to_grow(rows, slots) if hasattr(self.own, "bytes_to_grow") else 0
 
     def reserve(self, rows: int, slots: int) -> None:
         if hasattr(self.own, "reserve"):
@@ -67,7 +67,7 @@ class CustomClass(Silent):
                     raise ValueError(
                         f"{self.name}.propose drafted {tokens.tolist()}; the vocabulary is 0..{self.vocab_size - 1}"
                     )
-            draft = ragged(drafts, context.last_token_B.device)
+            draft = draft_from_lists(drafts, context.last_token_B.device)
         num_rows, width = len(context.rows), draft.token_BK.shape[1]
         if draft.token_BK.shape[0] != num_rows or draft.length_B.shape != (num_rows,):
             raise ValueError(

@@ -29,13 +29,13 @@ from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Request
 from specdec.drafter import block, losses, shared_vocab, unroll
-from specdec.drafter.base import Drawing, check_drafting, nothing
+from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
 from specdec.drafter.batch import Batch
-from specdec.drafter.trainable import Learner
+from specdec.drafter.trainable import TrainableDrafter
 from specdec.model.contract import decoder_of
-from specdec.model.distributed import ALONE
-from specdec.model.kv import end_to_end
-from specdec.model.target import CausalLM, capped, load_weights, longrope_limit
+from specdec.model.distributed import SINGLE
+from specdec.model.kv import pack_ragged
+from specdec.model.target import CausalLM, load_weights, longrope_limit, scale_logits
 
 PREFILL_CHUNK = 512
 
@@ -103,7 +103,7 @@ class Objective(Checked):
         return [1.0]
 
 
-class DraftModel(Learner):
+class DraftModel(TrainableDrafter):
     """Settings as in vLLM.
 
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
@@ -120,11 +120,11 @@ class DraftModel(Learner):
     init_type: ClassVar[type[Checked]] = Init
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
-    gives_evidence = False
-    num_evidence = 1
+    return_confidence = False
+    num_confidence_features = 1
     parts: tuple[str, ...] = ()
-    longest: int | None = None  # draft that it was made for, if there is a limit
-    lead = 1
+    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
+    label_offset = 1
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class DraftModel(Learner):
         check_drafting(num_speculative_tokens, draft_sample_method)
         self.target, self.shared, self.objective = target, {}, self.objective_type()
         self.num_speculative_tokens = num_speculative_tokens
-        self.probabilistic = self.needs_noise = draft_sample_method == "probabilistic"
-        self.vocabulary: shared_vocab.Shared | None = None
+        self.probabilistic = self.needs_uniforms = draft_sample_method == "probabilistic"
+        self.vocabulary: shared_vocab.SharedVocab | None = None
         if isinstance(model, Checkpoint):
             if use_heterogeneous_vocab:
                 raise ValueError(f"use_heterogeneous_vocab=true: {model.name} is trained in the target's own ids; leave it out")
@@ -165,57 +165,61 @@ class DraftModel(Learner):
         self.max_model_len = max_model_len or self.model.max_model_len
         self.cache = self.model.new_cache()
         # of each row, tokens that the cache holds: committed ones, and draft tokens behind them
-        self.written_R: dict[int, tuple[int, int]] = {}
+        self.cached_R: dict[int, tuple[int, int]] = {}
 
     # ---------------------------------------------------------------- drafting
 
-    def more_bytes(self, rows: int, slots: int) -> int:
-        return self.cache.more_bytes(rows, slots)
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
+        return self.cache.bytes_to_grow(rows, slots)
 
     def reserve(self, rows: int, slots: int) -> None:
         self.cache.reserve(rows, slots)
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         ids = np.asarray(request.prompt_token_ids[: self.max_model_len], dtype=np.int64)
-        self.model.prefill(self.cache, row, self.read(ids), 0, PREFILL_CHUNK)
-        self.written_R[row] = len(ids), 0
+        self.model.prefill(self.cache, row, self.to_draft_ids_host(ids), 0, PREFILL_CHUNK)
+        self.cached_R[row] = len(ids), 0
 
-    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        del self.written_R[row]
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        del self.cached_R[row]
 
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         return False
 
     def propose(self, context: Context) -> Draft:
-        rows, draft_B = context.rows, self.room(context)
+        rows, draft_B = context.rows, self.draft_lengths(context)
         if not draft_B.any():
-            return nothing(context)
-        start_B, missing = self.missing(context, draft_B)
+            return empty_draft(context)
+        start_B, missing = self.uncached_tokens(context, draft_B)
         count_B = np.array([len(tokens) for tokens in missing])
         token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
-        drawing = Drawing(context, self.probabilistic, self.gives_evidence, self.said)
+        sampler = DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
         for k in range(int(draft_B.max())):
             # of a row without tokens, logits that nobody reads
             logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))
-            token_B = drawing.draw(logits_BV)
+            token_B = sampler.sample(logits_BV)
             start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
-            token_N = self.read_drafted(end_to_end(token_B.unsqueeze(1), count_B))
+            token_N = self.to_draft_ids(pack_ragged(token_B.unsqueeze(1), count_B))
         for b in np.flatnonzero(draft_B):
-            self.written_R[rows[b]] = int(context.length_B[b]), int(draft_B[b] - 1)
-        return drawing.draft(draft_B)
+            self.cached_R[rows[b]] = int(context.length_B[b]), int(draft_B[b] - 1)
+        return sampler.draft(draft_B)
 
-    def room(self, context: Context) -> np.ndarray:
+    def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row whose context is used up drafts
         less, then nothing."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len - context.length_B + 1, 0, None))
 
-    def missing(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    def uncached_tokens(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
         Of what was written, committed tokens stand, and so do drafts accepted since; the last committed token never was one."""
-        written = np.array([self.written_R[row] for row in context.rows])
-        stood_B = 0 if context.stood_B is None else np.minimum(written[:, 1], context.stood_B)
-        start_B = np.minimum(written[:, 0] + stood_B, context.length_B - 1)
-        return start_B, [self.read(context.tokens(b)[start_B[b] : None if n else start_B[b]]) for b, n in enumerate(draft_B)]
+        written = np.array([self.cached_R[row] for row in context.rows])
+        num_accepted_prev_B = (
+            0 if context.num_accepted_prev_B is None else np.minimum(written[:, 1], context.num_accepted_prev_B)
+        )
+        start_B = np.minimum(written[:, 0] + num_accepted_prev_B, context.length_B - 1)
+        return start_B, [
+            self.to_draft_ids_host(context.tokens(b)[start_B[b] : None if n else start_B[b]]) for b, n in enumerate(draft_B)
+        ]
 
     def forward_tokens(
         self, rows: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray
@@ -227,24 +231,26 @@ class DraftModel(Learner):
         logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, keep=keep).logits
         return logits_NV if self.vocabulary is None else self.vocabulary.kept(logits_NV)
 
-    def read(self, target_ids: np.ndarray) -> np.ndarray:
+    def to_draft_ids_host(self, target_ids: np.ndarray) -> np.ndarray:
         """Committed tokens as the drafter knows them."""
-        return target_ids if self.vocabulary is None else self.vocabulary.read(target_ids)
+        return target_ids if self.vocabulary is None else self.vocabulary.to_draft_ids_host(target_ids)
 
-    def read_drafted(self, token_N: Tensor) -> Tensor:
+    def to_draft_ids(self, token_N: Tensor) -> Tensor:
         """Likewise on the device, of tokens that it drafted."""
-        return token_N if self.vocabulary is None else self.vocabulary.read_drafted(token_N)
+        return token_N if self.vocabulary is None else self.vocabulary.to_draft_ids(token_N)
 
-    def said(self, drawn_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def to_target_vocab(self, drawn_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What was drawn from `forward_tokens`, and its laws, over the target's vocabulary."""
-        return (drawn_N, q_NV) if self.vocabulary is None else self.vocabulary.said(drawn_N, q_NV)
+        return (drawn_N, q_NV) if self.vocabulary is None else self.vocabulary.to_target_vocab(drawn_N, q_NV)
 
     # ---------------------------------------------------------------- training
 
-    def asks_target(self, objective: Any) -> bool:
-        return losses.need_law(objective.loss)
+    def needs_target(self, objective: Any) -> bool:
+        return losses.needs_target_probs(objective.loss)
 
-    def for_training(self, objective: Checked, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+    def for_training(
+        self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False
+    ) -> None:
         """float32 weights that gradients reach. What stays as it is, and an output layer that is the embedding, is no part of
         the module: it is neither saved with every step nor sent between processes."""
         self.objective = objective
@@ -253,9 +259,9 @@ class DraftModel(Learner):
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
         names = [causal_lm.named(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
-        self.draft_cap, bias = None, head.bias
-        if bias is not None or capped(self.lm.config, torch.ones(1))[0] != 1:
-            self.draft_cap = lambda logits: capped(self.lm.config, logits if bias is None else logits + bias)
+        self.scale_draft_logits, bias = None, head.bias
+        if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
+            self.scale_draft_logits = lambda logits: scale_logits(self.lm.config, logits if bias is None else logits + bias)
         self.kept: dict[str, Tensor] = {}
         for name, part in zip(names, self.outside, strict=True):
             part.requires_grad_(init.train_embedding)
@@ -319,7 +325,7 @@ class DraftModel(Learner):
     # ---------------------------------------------------------------- at rest
 
     @classmethod
-    def opened(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
+    def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
         checkpoint = causal_lm.read(name, revision, cls.name)
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
@@ -328,11 +334,11 @@ class DraftModel(Learner):
         return checkpoint
 
     @classmethod
-    def asked(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        return cls.resolved(target, architecture)
+    def required_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        return cls.resolve_config(target, architecture)
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         """What of a recipe can be held against a model that is there: what was asked for by a value."""
         asked = cls.architecture_type(**architecture)
         count = len(asked.layers_of(target)) if asked.layer_ids or asked.num_hidden_layers else None
@@ -340,14 +346,14 @@ class DraftModel(Learner):
         return {key: value for key, value in told.items() if value is not None}
 
     @classmethod
-    def fresh(
+    def init_checkpoint(
         cls, target: CausalLM, architecture: dict[str, Any], init: Any, vocab_ids: np.ndarray | None = None, seed: int = 0
     ) -> Checkpoint:
         """The model to begin with. Nothing of it is random, unless the target is."""
         assert vocab_ids is None, "a draft model has the target's vocabulary"
         asked = cls.architecture_type(**architecture)
         if asked.model is not None:
-            checkpoint = cls.opened(target, asked.model, asked.revision)
+            checkpoint = cls.load_checkpoint(target, asked.model, asked.revision)
         else:
             layers = asked.layers_of(target)
             dtype = target.dtype if hub.is_random(target.path) else torch.float32
@@ -357,7 +363,7 @@ class DraftModel(Learner):
             checkpoint.config["pard_token"] = mask
         return checkpoint
 
-    def exported(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
+    def to_checkpoint(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
         """The draft model as a checkpoint. tensors: its state, where that is gathered from several processes."""
         own = {key.removeprefix("lm."): x for key, x in (self.state_dict() if tensors is None else tensors).items()}
         whole = {key: tensor.detach().cpu() for key, tensor in (own | self.kept).items()}
@@ -365,7 +371,7 @@ class DraftModel(Learner):
 
     def write(self, directory: Path, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
         """Save this draft model with these weights into a directory that exists and nobody reads yet."""
-        causal_lm.save(directory, self.exported(state), self.target.path, provenance, card)
+        causal_lm.save(directory, self.to_checkpoint(state), self.target.path, provenance, card)
 
 
 def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:
@@ -422,7 +428,7 @@ def same_tokens(target: CausalLM, tokenizer: Callable[[], Any], name: str, advic
 def _load(target: CausalLM, name: str, revision: str | None, size: int | None = None) -> CausalLM:
     """The drafter's weights; the target's own, if it is to draft for itself."""
     path = causal_lm.find(name, revision)
-    processes = ALONE if size == 1 else target.processes
+    processes = SINGLE if size == 1 else target.processes
     if path == target.path and processes.size == target.processes.size:
         return target
     own = path if Path(name).expanduser().is_dir() else name

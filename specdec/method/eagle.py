@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specdec.checked import Checked
 from specdec.drafter import losses, unroll
-from specdec.drafter.autoregressive import Attend, ChainDrafter, Geometry, Layer
+from specdec.drafter.autoregressive import Attend, AutoregressiveDrafter, Geometry, Layer
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import Teacher
 from specdec.model.target import CausalLM
@@ -54,12 +54,12 @@ class Objective(Checked):
         return [1.0] * num_steps
 
 
-class Eagle(ChainDrafter):
+class Eagle(AutoregressiveDrafter):
     name = "eagle"
     objective_type = Objective
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         return {"geometry": Architecture(**architecture).geometry.filled(target)}
 
     def build(self, config: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class Eagle(ChainDrafter):
         state = self.layers[0](x, *self.cos_sin(position_N), attend, rows)
         return state, state
 
-    def noised(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
+    def add_feature_noise(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
         """Uniform noise on the states that are read, as in the published training code: less for longer sequences."""
         if not (width := self.objective.feature_noise) or not self.training:
             return hidden_ND
@@ -89,8 +89,8 @@ class Eagle(ChainDrafter):
             drawn.append((torch.rand(length, hidden_ND.shape[1], generator=noise) - 0.5) * (width * 512 / length))
         return hidden_ND + torch.cat(drawn).to(hidden_ND)
 
-    def regression(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
-        own = self._index(plan.steps[0].taught)
+    def auxiliary_loss(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
+        own = self._index(plan.steps[0].labelled)
         assert teacher.state_QD is not None
         gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[own].to(state_MD.dtype), reduction="none").mean(-1)
         return total + self.objective.smooth_l1 * (gap_M * teacher.count_Q[own]).sum()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.checked import Checked
-from specdec.drafter.autoregressive import Attend, Attention, ChainDrafter, Geometry, Layer
+from specdec.drafter.autoregressive import Attend, Attention, AutoregressiveDrafter, Geometry, Layer
 from specdec.model.target import CausalLM
 
 
@@ -92,12 +92,12 @@ class FirstLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
-class Eagle3(ChainDrafter):
+class Eagle3(AutoregressiveDrafter):
     name = "eagle3"
     architecture_type: ClassVar[type[Architecture]] = Architecture
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         given = cls.architecture_type(**architecture)
         ids = given.layers(target.num_layers)
         return given.model_dump(exclude={"num_aux_hidden_states", "draft_vocab_size", "geometry"}) | {
@@ -118,8 +118,8 @@ class Eagle3(ChainDrafter):
         self.layers = nn.ModuleList([FirstLayer(self.shape, architecture), *later])
         self.norm = LlamaRMSNorm(width, eps)
 
-    def slots(self) -> list[tuple[int, ...]]:
-        return super().slots() * len(self.layers)
+    def kv_shapes(self) -> list[tuple[int, ...]]:
+        return super().kv_shapes() * len(self.layers)
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
         x = hidden_NTD.flatten(1).to(self.dtype)
@@ -143,7 +143,7 @@ class Eagle3(ChainDrafter):
         normed = self.norm(state)
         return normed, normed if self.norm_output else state
 
-    def adopt(self, target: CausalLM) -> None:
+    def init_from_target(self, target: CausalLM) -> None:
         """The final norm of the target belongs to its output layer. A quarter of it: a layer that knows nothing yet is then as
         unsure as it should be (with the whole, the loss starts at 15 nats on SmolLM2)."""
         ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specdec.checked import nearest
-from specdec.core import Context, Draft, Request, Silent
+from specdec.core import Context, Draft, Request, StatelessProposer
 from specdec.model.target import CausalLM
 from specdec.training import features
 from specdec.training.data import Sample
 from specdec.training.features import Features
 
 
-class ExtractHiddenStates(Silent):
+class ExtractHiddenStates(StatelessProposer):
     """Settings as in vLLM, where `shared_storage_path` and `include_output_tokens` belong to the connector.
 
     draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}; shared_storage_path: the directory;
@@ -48,26 +48,26 @@ class ExtractHiddenStates(Silent):
         self.include_output_tokens = include_output_tokens
         manifest = features.identity(target, self.hidden_layers)
         self.writer = None  # of several processes with the same states, one writes
-        if target.processes.leads:
+        if target.processes.is_main:
             self.writer = features.Writer(Path(shared_storage_path).expanduser(), manifest, shard_bytes=0)
         self.request_R: dict[int, Request] = {}
         self.hidden_R: dict[int, list[Tensor]] = {}
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         self.request_R[row], self.hidden_R[row] = request, []
 
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         assert context.hidden is not None
         for row, hidden_nTD in zip(context.rows.tolist(), context.hidden, strict=True):
             self.hidden_R[row].append(hidden_nTD)
         return True
 
     def propose(self, context: Context) -> Draft:
-        self.take_in(context)
+        self.catch_up(context)
         nothing = context.last_token_B.new_zeros(len(context.rows), 0)
         return Draft(nothing, torch.zeros(len(context.rows), dtype=torch.int64))
 
-    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]
         if request.finish_reason is None or self.writer is None:
             return  # dropped in the middle

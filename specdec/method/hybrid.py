@@ -5,7 +5,7 @@ own affair: `prompt_lookup_min` of n-gram drafting, `min_score` of suffix decodi
 it on. Conditions look at committed tokens only, so the output keeps the target's law whatever the parts.
 
 A part that a row does not come to in a step drafts nothing for it and is told nothing. What it missed of the target's states
-is kept here until the row's next turn, or processed meanwhile (`take_in`) when it becomes much; tokens are in every context.
+is kept here until the row's next turn, or processed meanwhile (`catch_up`) when it becomes much; tokens are in every context.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec import method
-from specdec.core import Context, Draft, Proposer, Request, Silent
-from specdec.engine import LONG_OUT
+from specdec.core import Context, Draft, Proposer, Request, StatelessProposer
+from specdec.engine import MAX_PENDING_STATES
 from specdec.model.target import CausalLM
 
 
-class Hybrid(Silent):
+class Hybrid(StatelessProposer):
     """proposers: mappings of `method` and its settings, in the order in which they are asked; num_speculative_tokens: of the
     whole, and of a part that says none of its own (fewer, if it was made for fewer); model: of the one part that takes a model
     and names none.
@@ -42,7 +42,7 @@ class Hybrid(Silent):
         self.parts = tuple(
             name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}" for place, name in enumerate(names)
         )
-        self.turns: list[Turn] = []
+        self.components: list[Component] = []
         self.takes_model = ["model" in method.settings(name) for name in names]
         for place, own in enumerate(proposers):
             settings = dict(own)
@@ -57,75 +57,75 @@ class Hybrid(Silent):
                     proposer = method.build(name, target, **settings)
             except ValueError as error:
                 raise ValueError(f"proposers[{place}]: {error}") from None
-            self.turns.append(Turn(self.parts[place], proposer))
+            self.components.append(Component(self.parts[place], proposer))
         self.vocab_size = target.vocab_size
-        self.last_R: dict[int, Turn] = {}  # who made the row's last draft
+        self.last_R: dict[int, Component] = {}  # who made the row's last draft
         self.compose()
 
     def compose(self) -> None:
         """What follows from the parts."""
-        layers = [layer for turn in self.turns for layer in turn.proposer.hidden_layers]
+        layers = [layer for turn in self.components for layer in turn.proposer.hidden_layers]
         self.hidden_layers = tuple(dict.fromkeys(layers))  # each once, in the order of the parts
-        for turn in self.turns:
+        for turn in self.components:
             columns = [self.hidden_layers.index(layer) for layer in turn.proposer.hidden_layers]
             turn.columns = None if columns == list(range(len(self.hidden_layers))) else columns
-        self.needs_logits = any(turn.proposer.needs_logits for turn in self.turns)
-        self.needs_noise = any(turn.proposer.needs_noise for turn in self.turns)
-        self.probabilistic = any(getattr(turn.proposer, "probabilistic", False) for turn in self.turns)
+        self.needs_logits = any(turn.proposer.needs_logits for turn in self.components)
+        self.needs_uniforms = any(turn.proposer.needs_uniforms for turn in self.components)
+        self.probabilistic = any(getattr(turn.proposer, "probabilistic", False) for turn in self.components)
         # of every part a column that says that the draft is its, then its own numbers: one regression serves all
-        self.first_evidence = np.cumsum([0, *(1 + turn.proposer.num_evidence for turn in self.turns)]).tolist()
-        self.num_evidence = self.first_evidence[-1]
+        self.first_evidence = np.cumsum([0, *(1 + turn.proposer.num_confidence_features for turn in self.components)]).tolist()
+        self.num_confidence_features = self.first_evidence[-1]
 
     @property
-    def costly(self) -> Proposer | None:
+    def cost_proposer(self) -> Proposer | None:
         """The part whose drafts take time: the last that takes a model."""
-        learned = [turn.proposer for turn, model in zip(self.turns, self.takes_model, strict=True) if model]
+        learned = [turn.proposer for turn, model in zip(self.components, self.takes_model, strict=True) if model]
         return learned[-1] if learned else None
 
     @property
     def max_model_len(self) -> int | None:
         """The shortest of the parts'."""
-        return min((own for turn in self.turns if (own := getattr(turn.proposer, "max_model_len", None))), default=None)
+        return min((own for turn in self.components if (own := getattr(turn.proposer, "max_model_len", None))), default=None)
 
     @property
-    def gives_evidence(self) -> bool:
-        return any(turn.proposer.gives_evidence for turn in self.turns)
+    def return_confidence(self) -> bool:
+        return any(turn.proposer.return_confidence for turn in self.components)
 
-    @gives_evidence.setter
-    def gives_evidence(self, wanted: bool) -> None:
-        for turn in self.turns:
-            turn.proposer.gives_evidence = wanted
+    @return_confidence.setter
+    def return_confidence(self, wanted: bool) -> None:
+        for turn in self.components:
+            turn.proposer.return_confidence = wanted
 
     # ---------------------------------------------------------------- what the engine calls
 
-    def more_bytes(self, rows: int, slots: int) -> int:
-        return sum(turn.proposer.more_bytes(rows, slots) for turn in self.turns)
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
+        return sum(turn.proposer.bytes_to_grow(rows, slots) for turn in self.components)
 
     def reserve(self, rows: int, slots: int) -> None:
-        for turn in self.turns:
+        for turn in self.components:
             turn.proposer.reserve(rows, slots)
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         self.last_R.pop(row, None)
-        for turn in self.turns:
+        for turn in self.components:
             turn.kept[row], turn.stood[row] = [], 0
-            turn.proposer.begin(row, request)
+            turn.proposer.on_start(row, request)
 
-    def end(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        for turn in self.turns:
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        for turn in self.components:
             kept = [states for _, states in turn.kept.pop(row, [])]
-            turn.proposer.end(row, [*kept, *map(turn.own, hidden)] if turn.proposer.hidden_layers else ())
+            turn.proposer.on_finish(row, [*kept, *map(turn.own, hidden)] if turn.proposer.hidden_layers else ())
 
     def propose(self, context: Context) -> Draft:
-        for turn in self.turns:
+        for turn in self.components:
             turn.keep(context)
-        if context.stood_B is not None:
-            for row, stood in zip(context.rows.tolist(), context.stood_B.tolist(), strict=True):
+        if context.num_accepted_prev_B is not None:
+            for row, stood in zip(context.rows.tolist(), context.num_accepted_prev_B.tolist(), strict=True):
                 if row in self.last_R:
                     self.last_R.pop(row).stood[row] = stood
         made: list[tuple[int, np.ndarray, Draft]] = []
         left = np.flatnonzero(context.max_draft_B > 0)
-        for place, turn in enumerate(self.turns):
+        for place, turn in enumerate(self.components):
             if not len(left):
                 break
             draft = turn.draft(context, left)
@@ -134,12 +134,12 @@ class Hybrid(Silent):
                 made.append((place, left[drafted], _of(draft, np.flatnonzero(drafted))))
                 self.last_R |= dict.fromkeys(context.rows[left[drafted]].tolist(), turn)
             left = left[~drafted]
-        for turn in self.turns:
+        for turn in self.components:
             turn.let_take_in(context)
         return self._joined(context, made)
 
-    def take_in(self, context: Context) -> bool:
-        for turn in self.turns:
+    def catch_up(self, context: Context) -> bool:
+        for turn in self.components:
             turn.keep(context)
             turn.let_take_in(context)
         return True
@@ -152,19 +152,19 @@ class Hybrid(Silent):
         width = max((draft.token_BK.shape[1] for _, _, draft in made), default=0)
         token_BK = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         length_B, names = torch.zeros(num_rows, dtype=torch.int64), [""] * num_rows
-        paid_B, costly = np.zeros(num_rows, dtype=np.int64), self.costly
-        q_BKV = evidence_BKF = finite_BK = None
+        num_model_drafted_B, cost_proposer = np.zeros(num_rows, dtype=np.int64), self.cost_proposer
+        q_BKV = confidence_BKF = finite_BK = None
         if any(draft.finite_BK is not None for _, _, draft in made):
             finite_BK = torch.ones(num_rows, width, dtype=torch.bool, device=device)
         if any(draft.q_BKV is not None for _, _, draft in made):
             q_BKV = torch.zeros(num_rows, width, self.vocab_size, device=device)
-        if self.gives_evidence:
-            evidence_BKF = torch.zeros(num_rows, width, self.num_evidence, device=device)
+        if self.return_confidence:
+            confidence_BKF = torch.zeros(num_rows, width, self.num_confidence_features, device=device)
         for place, rows, draft in made:
             at_B, own = torch.from_numpy(rows).to(device, non_blocking=True), slice(draft.token_BK.shape[1])
             length_B[torch.from_numpy(rows)] = draft.length_B
-            if self.turns[place].proposer is costly:
-                paid_B[rows] = draft.length_B.numpy()
+            if self.components[place].proposer is cost_proposer:
+                num_model_drafted_B[rows] = draft.length_B.numpy()
             token_BK[at_B, own] = draft.token_BK
             for b in rows:
                 names[b] = self.parts[place]
@@ -173,17 +173,17 @@ class Hybrid(Silent):
             if q_BKV is not None:
                 law_BKV = F.one_hot(draft.token_BK, self.vocab_size) if draft.q_BKV is None else draft.q_BKV
                 q_BKV[at_B, own] = law_BKV.to(q_BKV)
-            if evidence_BKF is not None:
+            if confidence_BKF is not None:
                 first, last = self.first_evidence[place : place + 2]
                 live_BK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)
-                evidence_BKF[at_B, own, first] = live_BK.to(evidence_BKF)
-                if draft.evidence_BKF is not None:
-                    evidence_BKF[at_B, own, first + 1 : last] = draft.evidence_BKF
-        return Draft(token_BK, length_B, q_BKV, None, evidence_BKF, names, paid_B, finite_BK)
+                confidence_BKF[at_B, own, first] = live_BK.to(confidence_BKF)
+                if draft.confidence_BKF is not None:
+                    confidence_BKF[at_B, own, first + 1 : last] = draft.confidence_BKF
+        return Draft(token_BK, length_B, q_BKV, None, confidence_BKF, names, num_model_drafted_B, finite_BK)
 
 
 @dataclass
-class Turn:
+class Component:
     """A part, and what it has not seen yet. columns: which of all states are its own, None for all of them; kept: by cache row,
     in parts of (first position, [n, T, D]); stood: by cache row, how much of the part's own last draft stood."""
 
@@ -219,20 +219,20 @@ class Turn:
         if not self.proposer.hidden_layers:
             return
         kept = [sum(len(states) for _, states in self.kept[row]) for row in context.rows.tolist()]
-        long_B = np.flatnonzero(np.array(kept) > LONG_OUT)
+        long_B = np.flatnonzero(np.array(kept) > MAX_PENDING_STATES)
         if not len(long_B):
             return
         given = self._given(context, long_B, np.zeros_like(context.max_draft_B))
-        if not self.proposer.take_in(given):
+        if not self.proposer.catch_up(given):
             assert given.hidden is not None
             for row, length, hidden_NTD in zip(given.rows.tolist(), given.length_B.tolist(), given.hidden, strict=True):
                 self.kept[row] = [(length - 1 - len(hidden_NTD), hidden_NTD)]
 
     def _given(self, context: Context, place_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
         """What the part may look at: these rows, with all states since its last turn, which are handed over."""
-        given = replace(context, hidden=None, max_draft_B=max_draft_B).of(place_B)
-        if given.stood_B is not None:
-            given.stood_B = np.array([self.stood[row] for row in given.rows.tolist()])
+        given = replace(context, hidden=None, max_draft_B=max_draft_B).select_rows(place_B)
+        if given.num_accepted_prev_B is not None:
+            given.num_accepted_prev_B = np.array([self.stood[row] for row in given.rows.tolist()])
         if self.proposer.hidden_layers:
             given.hidden = [torch.cat([states for _, states in self.kept[row]]) for row in given.rows.tolist()]
             for row in given.rows.tolist():
@@ -247,9 +247,9 @@ def _of(draft: Draft, place_B: np.ndarray) -> Draft:
     at_B = torch.from_numpy(place_B)
     there_B = at_B.to(draft.token_BK.device, non_blocking=True)
     q_BKV = None if draft.q_BKV is None else draft.q_BKV[there_B]
-    evidence_BKF = None if draft.evidence_BKF is None else draft.evidence_BKF[there_B]
+    confidence_BKF = None if draft.confidence_BKF is None else draft.confidence_BKF[there_B]
     finite_BK = None if draft.finite_BK is None else draft.finite_BK[there_B]
-    return Draft(draft.token_BK[there_B], draft.length_B[at_B], q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
+    return Draft(draft.token_BK[there_B], draft.length_B[at_B], q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
 
 
 def refuse(name: str | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specdec.checked import Checked
 from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
-from specdec.drafter.base import Drafter, nothing
+from specdec.drafter.base import Drafter, empty_draft
 from specdec.drafter.batch import Batch
 from specdec.model.target import CausalLM
 
@@ -76,7 +76,7 @@ class MLP(Drafter):
     objective_type = Objective
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         given = Architecture(**architecture)
         inner = given.inner_dim or target.hidden_size
         if not given.own_embedding and inner != target.hidden_size:
@@ -89,8 +89,8 @@ class MLP(Drafter):
     def build(self, config: dict[str, Any]) -> None:
         given = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
-        self.inner_dim = inner = int(self.resolved(self.target, given.model_dump())["inner_dim"])
-        self.num_heads = self.longest = given.n_predict
+        self.inner_dim = inner = int(self.resolve_config(self.target, given.model_dump())["inner_dim"])
+        self.num_heads = self.max_draft_tokens = given.n_predict
         self.scale_input = given.scale_input
         if inner != self.target.hidden_size and not config.get("own_lm_head"):
             raise ValueError(
@@ -142,16 +142,16 @@ class MLP(Drafter):
 
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
-        draft_B = self.room(context)
+        draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return nothing(context)
+            return empty_draft(context)
         assert context.hidden is not None
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
-        token_B, drawing = context.last_token_B, self.drawing(context)
+        token_B, sampler = context.last_token_B, self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             state_BD = self.step(k, state_BD, token_B)
-            token_B = drawing.draw(self.head_logits(k, state_BD))
-        return drawing.draft(draft_B)
+            token_B = sampler.sample(self.head_logits(k, state_BD))
+        return sampler.draft(draft_B)
 
     def num_steps(self, progress: float) -> int:
         return self.num_heads

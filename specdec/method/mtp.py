@@ -25,9 +25,9 @@ from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
-from specdec.drafter.autoregressive import PREFILL_CHUNK, Attend, ChainDrafter
+from specdec.drafter.autoregressive import PREFILL_CHUNK, Attend, AutoregressiveDrafter
 from specdec.drafter.base import Objective as Unrolled
-from specdec.drafter.base import nothing
+from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.model.target import CausalLM
 
@@ -107,7 +107,7 @@ def _not_alone(target: CausalLM, error: Exception) -> ValueError:
     )
 
 
-class MTP(ChainDrafter):
+class MTP(AutoregressiveDrafter):
     name = "mtp"
     objective_type = Objective
 
@@ -123,14 +123,14 @@ class MTP(ChainDrafter):
         super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
 
     @classmethod
-    def opened(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
+    def load_checkpoint(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
         """Without a name, the modules that the target ships; a name may be that of a directory with such modules."""
         directory = target.path if name is None else native.find(name, revision)
         config = hf_common.read_config(directory)
         return native.load(directory) if config.get("format") == native.FORMAT else native_modules.read(directory, config)
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
         given = Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
         return given | {"num_modules": given["num_modules"] or 1, "zero_first_embedding": bool(given["zero_first_embedding"])}
 
@@ -148,7 +148,7 @@ class MTP(ChainDrafter):
                 f"num_speculative_tokens={self.num_speculative_tokens}, and this drafter has a module for each of "
                 f"{num_modules} tokens; lower it"
             )
-        self.longest = num_modules if num_modules > 1 else None
+        self.max_draft_tokens = num_modules if num_modules > 1 else None
         self.mtp = nn.ModuleList(Module(self.target, place) for place in range(num_modules))
         # of each row, the last states, which later modules will read again, and the position behind them; a prompt's come from
         # position 0 on, so those of the row's request before are not read
@@ -167,8 +167,8 @@ class MTP(ChainDrafter):
         except Exception as error:
             raise _not_alone(self.target, error) from None
 
-    def slots(self) -> list[tuple[int, ...]]:
-        return [self.target.slots()[self.like]] * len(self.mtp)
+    def kv_shapes(self) -> list[tuple[int, ...]]:
+        return [self.target.kv_shapes()[self.like]] * len(self.mtp)
 
     def cos_sin(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """[1, N, W] each: the target's own."""
@@ -207,7 +207,7 @@ class MTP(ChainDrafter):
     def propose(self, context: Context) -> Draft:
         if len(self.mtp) == 1:
             return super().propose(context)
-        draft_B, num_later = self.room(context), len(self.mtp) - 1
+        draft_B, num_later = self.draft_lengths(context), len(self.mtp) - 1
         assert context.hidden is not None
         tokens: list[np.ndarray] = []
         parts: list[Tensor] = []
@@ -226,10 +226,10 @@ class MTP(ChainDrafter):
             parts.append(fused)
             tokens.append(ids[first + 1 :])
         if not draft_B.any():
-            return nothing(context)
+            return empty_draft(context)
         hidden_ND, last = torch.cat(parts), self._index((np.cumsum(count_B) - 1).clip(0))
         committed_N, every = self._index(np.concatenate(tokens)), np.arange(int(count_B.sum()))
-        row_N, drawing = np.repeat(np.arange(len(count_B)), count_B), self.drawing(context)
+        row_N, sampler = np.repeat(np.arange(len(count_B)), count_B), self.draft_sampler(context)
         first_N = (np.cumsum(count_B) - count_B)[row_N]
         for k in range(int(draft_B.max())):
             # the pair at place i of a row takes the token k further on: a committed one, or a draft
@@ -237,12 +237,12 @@ class MTP(ChainDrafter):
             over_N = ahead_N - count_B[row_N]
             token_N = committed_N[self._index(np.minimum(ahead_N, count_B[row_N] - 1) + first_N)]
             if k:
-                said_N = torch.stack(drawing.tokens, 1)[self._index(row_N), self._index(over_N.clip(0))]
+                said_N = torch.stack(sampler.tokens, 1)[self._index(row_N), self._index(over_N.clip(0))]
                 token_N = torch.where(self._index(over_N >= 0), said_N, token_N)
             window = context.rows, self.embed(token_N), hidden_ND, start_B, count_B, every
             state_ND, hidden_ND = self.forward_pairs(*window, module=k)
-            drawing.draw(self.draft_logits(state_ND[last]))
-        return drawing.draft(draft_B)
+            sampler.sample(self.draft_logits(state_ND[last]))
+        return sampler.draft(draft_B)
 
     def _with_tail(self, context: Context, b: int) -> tuple[Tensor, int]:
         """The states of row b since its last call and those that later modules read again, and where they begin."""
@@ -255,9 +255,9 @@ class MTP(ChainDrafter):
         return fused, end - len(fused)
 
     @torch.inference_mode()
-    def take_in(self, context: Context) -> bool:
+    def catch_up(self, context: Context) -> bool:
         if len(self.mtp) == 1:
-            return super().take_in(context)
+            return super().catch_up(context)
         for b in range(len(context.rows)):
             fused, first = self._with_tail(context, b)
             self._settle(context.rows[b : b + 1], context.tokens(b), fused[: 1 - len(self.mtp)], first)
@@ -275,10 +275,10 @@ class MTP(ChainDrafter):
 
     # ---------------------------------------------------------------- training
 
-    def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         if len(self.mtp) > 1:  # all of them are trained, and weigh 1 together
             objective = objective.model_copy(update={"ttt_steps": len(self.mtp)})
-        super().for_training(objective, init, statistics, warm)
+        super().for_training(objective, init, feature_sample, warm_start)
 
     def num_steps(self, progress: float) -> int:
         return super().num_steps(progress) if len(self.mtp) == 1 else len(self.mtp)

@@ -11,17 +11,17 @@ import numba
 import numpy as np
 
 from specdec import sampling
-from specdec.core import Context, Draft, Silent, ragged
+from specdec.core import Context, Draft, StatelessProposer, draft_from_lists
 
 
-class Ngram(Silent):
+class Ngram(StatelessProposer):
     """Settings are those of vLLM. With neither bound both are 5; with one, the other is the same.
 
     Evidence of a token, from the places where the matched tokens and the draft so far stood before: the log-odds of the share
     of those after which it came; and how many tokens over 3 the match has.
     """
 
-    num_evidence = 2
+    num_confidence_features = 2
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Ngram(Silent):
             tokens = context.tokens(b)
             after = find_match(tokens, self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest)
             drafts.append(tokens[after : after + context.max_draft_B[b]])
-            if self.gives_evidence:
+            if self.return_confidence:
                 n, count_K, of_K = count_followers(tokens, after, len(drafts[-1]), self.prompt_lookup_max)
                 evidence.append(np.stack([sampling.share_log_odds(count_K, of_K), np.full(len(count_K), n - 3)], 1))
-        return ragged(drafts, context.last_token_B.device, evidence if self.gives_evidence else None)
+        return draft_from_lists(drafts, context.last_token_B.device, evidence if self.return_confidence else None)
 
 
 def check_bounds(num_speculative_tokens: int, low: int | None, high: int | None) -> tuple[int, int]:

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core import Context, Draft, Request, Silent
+from specdec.core import Context, Draft, Request, StatelessProposer
 from specdec.method.ngram import check_bounds
 from specdec.model.target import CausalLM
 
 
-class NgramGpu(Silent):
+class NgramGpu(StatelessProposer):
     """Settings and evidence are those of `ngram`."""
 
-    num_evidence = 2
+    num_confidence_features = 2
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class NgramGpu(Silent):
         self.token_RL = torch.zeros(0, 0, dtype=torch.int32, device=target.device)
         self.sent_R = np.zeros(0, dtype=np.int64)  # tokens of each row that are on the device
 
-    def more_bytes(self, rows: int, slots: int) -> int:
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
         have_rows, have_slots = self.token_RL.shape
         return 4 * (max(rows, have_rows) * max(slots, have_slots) - have_rows * have_slots)
 
@@ -48,7 +48,7 @@ class NgramGpu(Silent):
             self.token_RL = grown
             self.sent_R = np.pad(self.sent_R, (0, len(grown) - have_rows))
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         self.sent_R[row] = 0
 
     def propose(self, context: Context) -> Draft:
@@ -63,10 +63,10 @@ class NgramGpu(Silent):
         place_BK = after_B.unsqueeze(1) + torch.arange(int(context.max_draft_B.max()), device=device)
         token_BK = token_BL.gather(1, place_BK.clamp(max=token_BL.shape[1] - 1)).long()
         draft_B = drafted_B.cpu()  # the one read
-        token_BK, evidence_BKF = token_BK[:, : int(draft_B.max())], None
-        if self.gives_evidence:
-            evidence_BKF = find_evidence(token_BL, said_3B[1], matched_BL, after_B, token_BK, drafted_B)
-        return Draft(token_BK, draft_B, evidence_BKF=evidence_BKF)
+        token_BK, confidence_BKF = token_BK[:, : int(draft_B.max())], None
+        if self.return_confidence:
+            confidence_BKF = find_confidence(token_BL, said_3B[1], matched_BL, after_B, token_BK, drafted_B)
+        return Draft(token_BK, draft_B, confidence_BKF=confidence_BKF)
 
     def _send(self, context: Context) -> None:
         """Bring the device's tokens up to date: all rows' new ones in one piece, with their places."""
@@ -105,7 +105,7 @@ def find_matches(token_BL: Tensor, length_B: Tensor, low: int, high: int, latest
     return torch.where(found_B, best_B, length_B), matched_BL
 
 
-def find_evidence(
+def find_confidence(
     token_BL: Tensor, length_B: Tensor, matched_BL: Tensor, after_B: Tensor, token_BK: Tensor, drafted_B: Tensor
 ) -> Tensor:
     """[B, K, 2] from the counts of `ngram.count_followers`, in all rows at once."""
@@ -113,7 +113,7 @@ def find_evidence(
     place_L = torch.arange(width, device=token_BL.device)
     n_B1 = matched_BL.gather(1, after_B.clamp(max=width - 1).unsqueeze(1))
     here_BL = (matched_BL >= n_B1) & (place_L < length_B1)
-    evidence_BKF = torch.zeros(*token_BK.shape, 2, device=token_BL.device)
+    confidence_BKF = torch.zeros(*token_BK.shape, 2, device=token_BL.device)
     for k in range(token_BK.shape[1]):
         here_BL = here_BL & (place_L + k < length_B1)
         of_B = here_BL.sum(1)
@@ -121,7 +121,7 @@ def find_evidence(
         came_BL[:, : width - k] = token_BL[:, k:] == token_BK[:, k : k + 1]
         here_BL = here_BL & came_BL
         count_B = here_BL.sum(1)
-        evidence_BKF[:, k, 0] = torch.log((count_B + 0.5) / (of_B - count_B + 0.5))
-    evidence_BKF[:, :, 1] = n_B1 - 3
+        confidence_BKF[:, k, 0] = torch.log((count_B + 0.5) / (of_B - count_B + 0.5))
+    confidence_BKF[:, :, 1] = n_B1 - 3
     live_BK = torch.arange(token_BK.shape[1], device=token_BL.device) < drafted_B.unsqueeze(1)
-    return evidence_BKF * live_BK.unsqueeze(-1)
+    return confidence_BKF * live_BK.unsqueeze(-1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.core import Context, Draft, Silent, ragged
+from specdec.core import Context, Draft, StatelessProposer, draft_from_lists
 
 
-class Plain(Silent):
+class Plain(StatelessProposer):
     """Drafts nothing."""
 
     def propose(self, context: Context) -> Draft:
-        return ragged([np.zeros(0, dtype=np.int64)] * len(context.rows), context.last_token_B.device)
+        return draft_from_lists([np.zeros(0, dtype=np.int64)] * len(context.rows), context.last_token_B.device)

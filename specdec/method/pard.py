@@ -21,7 +21,7 @@ from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft
 from specdec.drafter import unroll
-from specdec.drafter.base import nothing
+from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import Depths
 from specdec.method import draft_model
@@ -92,16 +92,16 @@ class Pard(DraftModel):
                 f"num_speculative_tokens={num_speculative_tokens} is over the {num_depths} that {name} was trained for; "
                 "lower it"
             )
-        self.pard_token, self.longest = mask, num_depths
+        self.pard_token, self.max_draft_tokens = mask, num_depths
 
     # ---------------------------------------------------------------- drafting
 
     def propose(self, context: Context) -> Draft:
         """All tokens of a draft from one pass. Probabilistic: each from its own law, which knows nothing of the others."""
-        rows, draft_B = context.rows, self.room(context)
+        rows, draft_B = context.rows, self.draft_lengths(context)
         if not draft_B.any():
-            return nothing(context)
-        start_B, missing = self.missing(context, draft_B)
+            return empty_draft(context)
+        start_B, missing = self.uncached_tokens(context, draft_B)
         tokens = [np.r_[own, np.full(max(n - 1, 0), self.pard_token)] for own, n in zip(missing, draft_B, strict=True)]
         count_B, num_draft = np.array([len(own) for own in tokens]), int(draft_B.max())
         token_N = torch.from_numpy(np.concatenate(tokens)).to(context.last_token_B.device, non_blocking=True)
@@ -114,26 +114,26 @@ class Pard(DraftModel):
         if self.probabilistic:
             assert context.uniform_BK is not None
             uniform_N = context.uniform_BK[at_N[0], at_N[1]]
-        drawn_N, law_NV, most_N = sampling.draw(logits_NV, context.temperature_B[at_N[0]], uniform_N)
-        drafted_N, q_NV = self.said(drawn_N, law_NV)
+        drawn_N, law_NV, most_N = sampling.sample(logits_NV, context.temperature_B[at_N[0]], uniform_N)
+        drafted_N, q_NV = self.to_target_vocab(drawn_N, law_NV)
         finite_BK = torch.ones(len(rows), num_draft, dtype=torch.bool, device=most_N.device)
         finite_BK.index_put_((at_N[0], at_N[1]), sampling.finite(most_N))
         token_BK = drafted_N.new_zeros(len(rows), num_draft).index_put_((at_N[0], at_N[1]), drafted_N)
         q_BKV = None
         if q_NV is not None:
             q_BKV = q_NV.new_zeros(len(rows), num_draft, q_NV.shape[1]).index_put_((at_N[0], at_N[1]), q_NV)
-        evidence_BKF = None
-        if self.gives_evidence:
+        confidence_BKF = None
+        if self.return_confidence:
             odds_N = sampling.log_odds(logits_NV, context.temperature_B[at_N[0]])
-            evidence_BKF = odds_N.new_zeros(len(rows), num_draft, 1).index_put_((at_N[0], at_N[1]), odds_N.unsqueeze(1))
+            confidence_BKF = odds_N.new_zeros(len(rows), num_draft, 1).index_put_((at_N[0], at_N[1]), odds_N.unsqueeze(1))
         for b in np.flatnonzero(draft_B):
-            self.written_R[rows[b]] = int(context.length_B[b]), 0
-        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, evidence_BKF=evidence_BKF, finite_BK=finite_BK)
+            self.cached_R[rows[b]] = int(context.length_B[b]), 0
+        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
 
     # ---------------------------------------------------------------- training
 
-    def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
-        super().for_training(objective, init, statistics, warm)
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
+        super().for_training(objective, init, feature_sample, warm_start)
         objective.check(self.num_speculative_tokens)
         self.config = self.config | {"num_depths": objective.num_depths, "pard_token": self.pard_token}
 
@@ -141,5 +141,5 @@ class Pard(DraftModel):
         return torch.full((count,), self.pard_token, device=self.target.device)
 
     def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
-        plan: unroll.Plan = self.objective.plan(batch, num_steps, self.lead, seed)
+        plan: unroll.Plan = self.objective.plan(batch, num_steps, self.label_offset, seed)
         return plan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from specdec.core import Context, Draft
 from specdec.drafter import block, losses, unroll
-from specdec.drafter.base import nothing
+from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import Depths
 from specdec.method import eagle3
@@ -43,18 +43,18 @@ class PEagle(Eagle3):
     architecture_type = Architecture
 
     @classmethod
-    def resolved(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        config = super().resolved(target, architecture)
+    def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        config = super().resolve_config(target, architecture)
         if config["mask_token_id"] is None:
             config["mask_token_id"] = target.vocab_size - 1
         return config
 
     def build(self, config: dict[str, Any]) -> None:
         super().build({key: value for key, value in config.items() if key != "num_depths"})
-        self.longest = config.get("num_depths")
-        if self.longest is not None and self.num_speculative_tokens > self.longest:
+        self.max_draft_tokens = config.get("num_depths")
+        if self.max_draft_tokens is not None and self.num_speculative_tokens > self.max_draft_tokens:
             raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens} is over the {self.longest} that this drafter was "
+                f"num_speculative_tokens={self.num_speculative_tokens} is over the {self.max_draft_tokens} that this drafter was "
                 "trained for; lower it"
             )
         mask, last = config.get("mask_token_id"), self.target.vocab_size - 1
@@ -72,10 +72,10 @@ class PEagle(Eagle3):
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
         """All tokens of a draft from one pass. Probabilistic: each from its own law, which knows nothing of the others."""
-        draft_B = self.room(context)
+        draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return nothing(context)
-        start_B, pairs_B, token_N, hidden_ND = self.caught_up(context, draft_B)
+            return empty_draft(context)
+        start_B, pairs_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
         count_B = pairs_B + np.clip(draft_B - 1, 0, None)
         # pairs and mask places of each row, one behind the other
         place_B = np.cumsum(count_B) - count_B
@@ -89,24 +89,24 @@ class PEagle(Eagle3):
         state_ND, _ = self.forward_pairs(
             context.rows, embedding, hidden, start_B, count_B, asked_BK.clip(0, count_B.sum() - 1).flatten()
         )
-        drawing = self.drawing(context)
+        sampler = self.draft_sampler(context)
         for state_BD in state_ND.unflatten(0, asked_BK.shape).unbind(1):
-            drawing.draw(self.draft_logits(state_BD))
-        return drawing.draft(draft_B)
+            sampler.sample(self.draft_logits(state_BD))
+        return sampler.draft(draft_B)
 
     # ---------------------------------------------------------------- training
 
-    def for_training(self, objective: Any, init: Any, statistics: Tensor | None = None, warm: bool = False) -> None:
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         """`mask_hidden` begins as the mean of the target's states: where nothing is known, what is usual."""
-        super().for_training(objective, init, statistics, warm)
+        super().for_training(objective, init, feature_sample, warm_start)
         objective.check(self.num_speculative_tokens)
         self.config["num_depths"] = objective.num_depths
-        if statistics is not None and not warm:
+        if feature_sample is not None and not warm_start:
             with torch.no_grad():
-                self.mask_hidden.copy_(statistics.float().mean(0).view_as(self.mask_hidden))
+                self.mask_hidden.copy_(feature_sample.float().mean(0).view_as(self.mask_hidden))
 
     def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
-        plan: unroll.Plan = self.objective.plan(batch, num_steps, self.lead, seed)
+        plan: unroll.Plan = self.objective.plan(batch, num_steps, self.label_offset, seed)
         return plan
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:

@@ -35,7 +35,7 @@ import numpy as np
 from numba import njit
 
 from specdec import sampling
-from specdec.core import Context, Draft, Request, Silent, ragged
+from specdec.core import Context, Draft, Request, StatelessProposer, draft_from_lists
 from specdec.params import SamplingParams
 
 NONE = -1  # no node, no group, no position, or no token yet
@@ -913,7 +913,7 @@ class _Row:
         return min(self.request.params.max_tokens or 1024, 1024)  # it grows when it must
 
 
-class Suffix(Silent):
+class Suffix(StatelessProposer):
     """Drafts from two suffix trees: of the request, prompt and output; of all responses, running ones too.
 
     The better score wins, the request's own tree on ties. Drafts vary in length and may be empty; they are
@@ -934,7 +934,7 @@ class Suffix(Silent):
     the match's length over 4.
     """
 
-    num_evidence = 2
+    num_confidence_features = 2
 
     def __init__(
         self,
@@ -969,7 +969,7 @@ class Suffix(Silent):
         self._num_begun = 0
         warm_up()
 
-    def begin(self, row: int, request: Request) -> None:
+    def on_start(self, row: int, request: Request) -> None:
         assert row not in self._rows
         prompt, tree = request.prompt_token_ids, self._spare.pop() if self._spare else SuffixTree(self.depth)
         self._num_begun += 1
@@ -982,7 +982,7 @@ class Suffix(Silent):
             if len(self._cached) > self.num_cached:
                 self.responses.remove(self._cached.popleft())
 
-    def end(self, row: int, hidden: Sequence[object] = ()) -> None:
+    def on_finish(self, row: int, hidden: Sequence[object] = ()) -> None:
         """Caches the response, with the tokens since the last `propose` if the engine has filled them in."""
         state = self._rows.pop(row)
         state.tree.reset()
@@ -1009,9 +1009,9 @@ class Suffix(Silent):
             limit = min(self.num_speculative_tokens, int(context.max_draft_B[b]))
             tree, token_K, match_len = self._speculate(state, token_L[-self.depth :], limit)
             drafts.append(token_K)
-            if self.gives_evidence:
+            if self.return_confidence:
                 evidence.append(_evidence(tree, token_L, token_K, match_len))
-        return ragged(drafts, context.last_token_B.device, evidence if self.gives_evidence else None)
+        return draft_from_lists(drafts, context.last_token_B.device, evidence if self.return_confidence else None)
 
     def _append(self, state: _Row, token_L: np.ndarray) -> None:
         """All tokens after the prompt are the response's."""
@@ -1066,7 +1066,7 @@ def measure(num_cached_tokens: int, depth: int = 24, seed: int = 0, copies: int 
     bytes_per_token = responses.num_bytes / num_cached_tokens
 
     token_L = text_BL[-1]
-    proposer.begin(0, Request("measured", token_L[:1000].tolist(), SamplingParams(max_tokens=500)))
+    proposer.on_start(0, Request("measured", token_L[:1000].tolist(), SamplingParams(max_tokens=500)))
     state = proposer._rows[0]
     for end in range(1001, 1501):
         begin = perf_counter()

@@ -20,9 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from specdec.checked import first_line
-from specdec.model.kv import SlotCache, UnsupportedModel, Window, slot_attention
+from specdec.model.kv import ForwardBatch, SlotCache, UnsupportedModel, slot_attention
 from specdec.model.packed_linear import PackedLinear
-from specdec.model.tensor_parallel import Gathered
+from specdec.model.tensor_parallel import ColumnParallelLinear
 
 ATTENTION, PROBE = "specdec", "specdec_probe"
 AttentionInterface.register(ATTENTION, slot_attention)
@@ -170,7 +170,7 @@ def probe(
 
     def forward(start: list[int], counts: list[int], probe: Probe | None, keep: Tensor | None = None) -> Tensor:
         tokens = torch.cat([token_N[first : first + count] for first, count in zip(start, counts, strict=True)])
-        return call(model, tokens, Window(cache, 0, np.array(start), np.array(counts), probe), keep)
+        return call(model, tokens, ForwardBatch(cache, 0, np.array(start), np.array(counts), probe), keep)
 
     try:
         with torch.no_grad():
@@ -200,7 +200,7 @@ def probe(
         transformers_logging.set_verbosity(loud)
 
 
-def call(model: Any, token_N: Tensor, window: Window, keep: Tensor | None = None) -> Tensor:
+def call(model: Any, token_N: Tensor, window: ForwardBatch, keep: Tensor | None = None) -> Tensor:
     """Logits [N, V] of one forward over the slot cache, or [len(keep), V] of the tokens at these places."""
     logits: Tensor = model(
         input_ids=token_N.unsqueeze(0),
@@ -338,7 +338,7 @@ class ModuleTrace:
             _, before, after = self.records[place]
             if before is None or after is None or before.shape != shape or after.shape != shape:
                 return None, "what passes between its decoder layers is not one state per token"
-        if not isinstance(self.head, nn.Linear | PackedLinear | Gathered) or self.head not in order:
+        if not isinstance(self.head, nn.Linear | PackedLinear | ColumnParallelLinear) or self.head not in order:
             return None, "it has no output layer that is a linear one"
         last, read = self.records[places[-1]][2], self.records[order.index(self.head)][1]
         assert last is not None

@@ -2,7 +2,7 @@
 
 Each of them runs the same loop over the same requests and holds a part of every large matrix (`specdec.model.tensor_parallel`). Noise is a pure
 function of seeds, so what is computed from whole states is the same everywhere. What hangs on a clock, on free memory or on a
-user's own code is decided by the first process and told to the others: `agree`.
+user's own code is decided by the first process and told to the others: `broadcast`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = datetime.timedelta(hours=2)  # for others, who may be reading a large model or sit in front of a debugger
+TIMEOUT = datetime.timedelta(hours=2)  # for others, who may be reading a large model or sit in front of a debugger
 _store: Any = None  # torchrun's own, if this process asked whether another has failed
 
 
-class Processes:
+class ProcessGroup:
     """A group of processes with one target among them; one process alone is a group too, and asks nobody.
 
     size, rank: of the group; device: this process's own, None for a process alone, which chooses for itself.
@@ -35,13 +35,13 @@ class Processes:
         self.size, self.rank, self.device = size, rank, device
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """True for the one that decides, writes files and speaks."""
         return self.rank == 0
 
     # ---------------------------------------------------------------- decisions
 
-    def agree(self, array: np.ndarray) -> np.ndarray:
+    def broadcast(self, array: np.ndarray) -> np.ndarray:
         """The first process's array. All call it, with arrays of one shape and dtype."""
         if self.size == 1:
             return array
@@ -49,14 +49,14 @@ class Processes:
         dist.broadcast(told, 0)
         return told.numpy()
 
-    def agree_tensor(self, tensor: Tensor) -> Tensor:
-        """As `agree`, on the device."""
+    def broadcast_tensor(self, tensor: Tensor) -> Tensor:
+        """As `broadcast`, on the device."""
         if self.size > 1:
             tensor = tensor.clone()
             dist.broadcast(tensor, 0)
         return tensor
 
-    def agree_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The first process's value, whatever it is (it is pickled): for what is said once, not in every step."""
         if self.size > 1:
             told = [value]
@@ -64,7 +64,7 @@ class Processes:
             value = told[0]
         return value
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The least of all processes' numbers."""
         if self.size > 1:
             told = torch.tensor(number)
@@ -111,22 +111,22 @@ class Processes:
         return 1 if self.size == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
     @contextlib.contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def one_at_a_time(self) -> Iterator[None]:
         """One process of a machine after the other: for what takes much of the memory that they share."""
         if self.size == 1:
             yield
             return
         place = int(os.environ.get("LOCAL_RANK", self.rank))
         for _ in range(place):
-            self.least(0)  # everybody waits here for everybody
+            self.all_reduce_min(0)  # everybody waits here for everybody
         try:
             yield
         finally:  # the others have their turn, and fail alike or not
             for _ in range(place, self.on_this_machine):
-                self.least(0)
+                self.all_reduce_min(0)
 
 
-ALONE = Processes()
+SINGLE = ProcessGroup()
 
 
 def num_started() -> int:
@@ -134,13 +134,13 @@ def num_started() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def join(size: int, device: torch.device) -> Processes:
+def join(size: int, device: torch.device) -> ProcessGroup:
     """The group of `size` processes that torchrun has started, this one among them. Raises ValueError, one line, if it has
     started another number of them."""
     if type(size) is not int or size < 1:
         raise ValueError(f"tensor_parallel_size={size!r}: a whole number, at least 1 is needed")
     if size == 1:
-        return ALONE
+        return SINGLE
     if num_started() != size or "RANK" not in os.environ:
         begun = f"{num_started()} processes were started" if "RANK" in os.environ else "torchrun has not started this"
         command = f"torchrun --nproc_per_node {size} {shlex.join(sys.argv)}"
@@ -155,9 +155,9 @@ def join(size: int, device: torch.device) -> Processes:
         device, backend = torch.device("cuda", place), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=PATIENCE)
+        dist.init_process_group(backend, timeout=TIMEOUT)
         atexit.register(_leave)
-    return Processes(size, dist.get_rank(), device)
+    return ProcessGroup(size, dist.get_rank(), device)
 
 
 def _leave() -> None:
@@ -168,7 +168,7 @@ def _leave() -> None:
 # -------------------------------------------------------------------------------------------- who says what went wrong
 
 
-def speak_once() -> None:
+def report_failure_once() -> None:
     """From now on, of processes that fail together the first says why, and the others are silent."""
     global _store
     if _store is None and num_started() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -176,7 +176,7 @@ def speak_once() -> None:
         _store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
 
 
-def is_first_to_fail() -> bool | None:
+def claim_failure_report() -> bool | None:
     """None if nobody asked to speak once."""
     return None if _store is None else _store.add("specdec/failed", 1) == 1
 

@@ -2,7 +2,7 @@
 
 A forward writes the tokens it processes at their positions and masks by position, so rolling back rejected tokens is
 *nothing*: the next forward overwrites them. The attention is registered with transformers under the name "specdec" and
-gets its `Window` through the model's keyword arguments, the door that transformers keeps for serving engines; this file,
+gets its `ForwardBatch` through the model's keyword arguments, the door that transformers keeps for serving engines; this file,
 `contract.py` and `target.py` are the only ones that know that interface.
 
 Two paddings make a row's numbers on the CPU the same bits in any company (checked in tests/test_target.py):
@@ -43,7 +43,7 @@ class SlotCache:
         self.key_RHSD: list[Tensor] = [torch.empty(0) for _ in layers]
         self.value_RHSD: list[Tensor] = [torch.empty(0) for _ in layers]
 
-    def more_bytes(self, rows: int, slots: int) -> int:
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
         """Bytes that growing to that size takes."""
         per_slot = sum(heads * (of_key + of_value) for heads, of_key, of_value in self.layers) * self.dtype.itemsize
         grown = max(rows, self.rows) * max(round_up(slots), self.slots)
@@ -84,7 +84,7 @@ class UnsupportedModel(ValueError):
 
 
 @dataclass
-class Window:
+class ForwardBatch:
     """The tokens of one forward, laid end to end, and where they stand in the cache.
 
     Rows first_row .. first_row + B - 1 take part; row b has length[b] tokens at positions start[b], start[b] + 1, ...
@@ -200,7 +200,7 @@ def slot_attention(
     return _unfold(out[:, :, :num_queries] if padding else out, window, num_heads).contiguous(), None
 
 
-def _fold(query: Tensor, window: Window, kv_heads: int) -> Tensor:
+def _fold(query: Tensor, window: ForwardBatch, kv_heads: int) -> Tensor:
     """[1, heads, N, D] -> [B, kv_heads, group * M, D]: rows apart, and query heads that share a KV head above each other."""
     _, num_heads, _, width = query.shape
     rows, m = window.num_rows, window.num_positions
@@ -212,7 +212,7 @@ def _fold(query: Tensor, window: Window, kv_heads: int) -> Tensor:
     return query.view(kv_heads, -1, rows, m, width).permute(2, 0, 1, 3, 4).reshape(rows, kv_heads, -1, width)
 
 
-def _unfold(out: Tensor, window: Window, num_heads: int) -> Tensor:
+def _unfold(out: Tensor, window: ForwardBatch, num_heads: int) -> Tensor:
     """[B, kv_heads, group * M, D] -> [1, N, heads, D], what transformers expects."""
     rows, kv_heads, _, width = out.shape
     m = window.num_positions
@@ -224,7 +224,7 @@ def _unfold(out: Tensor, window: Window, num_heads: int) -> Tensor:
     return out.unsqueeze(0)
 
 
-def end_to_end(x_BJ: Tensor, count_B: np.ndarray) -> Tensor:
+def pack_ragged(x_BJ: Tensor, count_B: np.ndarray) -> Tensor:
     """[B, J, ...] -> [N, ...]: the first count_B[b] entries of every row, one row after the other."""
     if (count_B == x_BJ.shape[1]).all():
         return x_BJ.flatten(0, 1)
@@ -232,7 +232,7 @@ def end_to_end(x_BJ: Tensor, count_B: np.ndarray) -> Tensor:
     return x_BJ.flatten(0, 1)[torch.from_numpy(used_N).to(x_BJ.device, non_blocking=True)]
 
 
-def side_by_side(x_N: Tensor, count_B: np.ndarray, num_positions: int) -> Tensor:
+def pad_ragged(x_N: Tensor, count_B: np.ndarray, num_positions: int) -> Tensor:
     """[N, ...] -> [B, J, ...], the inverse; places beyond a row's count repeat its last entry."""
     if (count_B == num_positions).all():
         return x_N.unflatten(0, (len(count_B), num_positions))

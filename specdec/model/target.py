@@ -21,8 +21,8 @@ from specdec import hub
 from specdec.checked import first_line, nearest
 from specdec.model import contract, packed_linear, tensor_parallel
 from specdec.model.contract import ATTENTION, Contract
-from specdec.model.distributed import ALONE, Processes
-from specdec.model.kv import SlotCache, UnsupportedModel, Window
+from specdec.model.distributed import SINGLE, ProcessGroup
+from specdec.model.kv import ForwardBatch, SlotCache, UnsupportedModel
 
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
 
@@ -74,7 +74,7 @@ class CausalLM:
     max_model_len: most tokens of a row; max_model_len_reason: the reason, where the model itself goes on further.
     """
 
-    processes: Processes = ALONE
+    processes: ProcessGroup = SINGLE
     contract: Contract
     max_model_len_reason: str = ""
 
@@ -84,12 +84,12 @@ class CausalLM:
         dtype: str | torch.dtype | None = None,
         device: str | None = None,
         revision: str | None = None,
-        processes: Processes = ALONE,
+        processes: ProcessGroup = SINGLE,
     ):
         self.name, self.processes = str(name), processes
         self.device = processes.device or choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
-        with processes.in_turn():
+        with processes.one_at_a_time():
             self.path = hub.resolve(self.name, revision)
             self.model = load_weights(self.path, self.dtype, self.device, processes)
             if packed_linear.can_pack(self.dtype, self.device):
@@ -178,20 +178,20 @@ class CausalLM:
             return weight.detach(), head.bias
         return weight.detach()[token_ids], None if head.bias is None else head.bias.detach()[token_ids]
 
-    def cap(self, logits: Tensor) -> Tensor:
+    def scale_logits(self, logits: Tensor) -> Tensor:
         """What the architecture does to the output layer's result (Gemma 2 caps, Cohere and Granite scale)."""
-        return capped(self.config, logits)[0]
+        return scale_logits(self.config, logits)[0]
 
     @torch.inference_mode()
     def logits_of(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] from the states that leave the last layer, before the final norm."""
-        return self.cap(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
+        return self.scale_logits(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
-    def slots(self) -> list[tuple[int, ...]]:
+    def kv_shapes(self) -> list[tuple[int, ...]]:
         """What a slot cache of the whole model holds for every layer: heads, width of keys and of values (MLA's compressed ones
         are kept as the heads see them)."""
         size, share = self.processes.size, 1
-        if size > 1 and tensor_parallel.cuts_heads(tensor_parallel.plan_of(self.model.config, size)):
+        if size > 1 and tensor_parallel.shards_heads(tensor_parallel.plan_of(self.model.config, size)):
             share = size
         return [(heads * share, *widths) for heads, *widths in self.contract.kv_shapes]
 
@@ -219,7 +219,7 @@ class CausalLM:
         only. hidden_layers: id i taps what enters layer i (its residual stream), id `num_layers` what leaves the last one,
         before the final norm: the ids of vLLM's EAGLE-3.
         """
-        window = Window(cache, first_row, start_B, length_B)
+        window = ForwardBatch(cache, first_row, start_B, length_B)
         self._tap(hidden_layers)
         if last_only:
             keep = (np.cumsum(length_B) - 1).clip(0)
@@ -273,7 +273,7 @@ class CausalLM:
                 self._hooks[layer] = self.layers[-1].register_forward_hook(leaves)
 
 
-def capped(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
+def scale_logits(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
     """What an architecture does to the output layer's result, and the slope of that."""
     slope: Tensor | float = 1.0
     for factor in (getattr(config, "logit_scale", None), 1 / (getattr(config, "logits_scaling", None) or 1)):
@@ -285,7 +285,7 @@ def capped(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
     return logits, slope
 
 
-def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes: Processes = ALONE) -> Any:
+def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes: ProcessGroup = SINGLE) -> Any:
     """The transformers model of a directory, for inference, reading only JSON and safetensors. Of several processes each has
     its part on its device; the whole passes through the memory of the CPU. Raises ValueError, one line, for what cannot be
     read, and for weights that are not the model's: missing ones, integers for numbers, nan and inf."""
@@ -386,7 +386,7 @@ def check_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.dev
     """What a probe of a loaded model finds. Raises ValueError, one line, for one that the slot cache cannot serve."""
 
     def cap(logits: Tensor) -> Tensor:
-        return capped(model.config.get_text_config(), logits)[0]
+        return scale_logits(model.config.get_text_config(), logits)[0]
 
     try:
         return contract.probe(model, dtype, device, cap, most_positions)

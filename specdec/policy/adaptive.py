@@ -1,7 +1,7 @@
 """How much to draft and to verify, decided step by step: policies of the engine.
 
 `Scheduled` looks K up by the number of rows, as vLLM's dynamic speculative decoding does. `Adaptive` weighs what a token is
-worth against what it costs: worth is the probability that it and all before it stand, learned while decoding (`Acceptance`);
+worth against what it costs: worth is the probability that it and all before it stand, learned while decoding (`AcceptanceModel`);
 costs come from a table (`specdec.policy.cost`). With T(n) the seconds of a step that spends n draft tokens and r the tokens per
 second that the engine makes at this batch size, n tokens gain the sum of their survival probabilities less r T(n): the policy
 takes the n with the largest gain, which is the choice that makes the long-run rate best (Dinkelbach 1967; SpecDec++ 2405.19715
@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import Draft, Steady
+from specdec.core import Draft, FixedLengthPolicy
 from specdec.policy.cost import CostTable
 
 AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
 FREE = 0.03  # of a plain step: drafts that take less time are not worth deciding about before they are there
 EXPLORE = 32  # a row of which no draft was judged for so many steps gets one token
-FORGET = 0.8  # per step, what a row remembers of its acceptance
+DECAY = 0.8  # per step, what a row remembers of its acceptance
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0
-RATE_FORGET = 0.99
+RATE_DECAY = 0.99
 
 
 def check_schedule(table: Any) -> list[list[int]]:
@@ -55,18 +55,18 @@ def check_schedule(table: Any) -> list[list[int]]:
     return ordered
 
 
-class Scheduled(Steady):
+class Scheduled(FixedLengthPolicy):
     """K by the number of rows in the step; gaps and what comes after the table's end have the K before them."""
 
     def __init__(self, table: list[list[int]], num_speculative_tokens: int):
         self.first = np.array([entry[0] for entry in table])
         self.num_draft = np.minimum([entry[2] for entry in table], num_speculative_tokens)
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return np.minimum(most_B, self.num_draft[np.searchsorted(self.first, len(rows), side="right") - 1])
 
 
-class Acceptance:
+class AcceptanceModel:
     """P(token k of a draft stands | those before it do): a logistic regression, fitted again while decoding.
 
     Features: how the row fared of late (log-odds), the evidence of the drafter, and an offset for each position. Offsets of
@@ -76,8 +76,8 @@ class Acceptance:
 
     WINDOW, EVERY, RIDGE, SMOOTH, NEWTON = 2048, 128, 1.0, 4.0, 3
 
-    def __init__(self, num_positions: int, num_evidence: int):
-        self.num_features = 1 + num_evidence
+    def __init__(self, num_positions: int, num_confidence_features: int):
+        self.num_features = 1 + num_confidence_features
         self.begin = np.zeros(self.num_features + num_positions)
         self.begin[: min(self.num_features, 2)] = 0.5  # as vLLM begins: half of what the law says of itself
         self.weight = self.begin.copy()
@@ -122,7 +122,7 @@ class Acceptance:
 class Adaptive:
     """auto: chooses how much to draft; trims: chooses how much of that to verify (vLLM's enable_adaptive_verification).
 
-    most: the longest draft; num_evidence: numbers that drafts come with; before: what limits the length otherwise, a
+    most: the longest draft; num_confidence_features: numbers that drafts come with; before: what limits the length otherwise, a
     `Scheduled`, or nothing.
     """
 
@@ -133,56 +133,56 @@ class Adaptive:
         max_batch_size: int,
         auto: bool,
         trims: bool,
-        num_evidence: int = 0,
+        num_confidence_features: int = 0,
         before: Scheduled | None = None,
     ):
-        self.table, self.most, self.auto, self.trims, self.before = table, most, auto, trims, before
+        self.table, self.most, self.auto, self.prunes, self.schedule = table, most, auto, trims, before
         # seconds that the k-th token of a draft adds, by k - 1 and rows; and of verifying, by rows, then by draft tokens
         self.round_KR = np.array([table.draft_round(k, np.arange(max_batch_size + 1)) for k in range(1, most + 1)])
         self.verify_s: dict[int, np.ndarray] = {}
         self.hull_s: dict[tuple[int, int], np.ndarray] = {}
-        self.ahead = Acceptance(most, 0)  # before there is a draft
-        self.after = Acceptance(most, num_evidence) if trims else None  # with its evidence
-        self.stood_R: dict[int, float] = {}  # by row, of late: tokens that stood, and that were judged
+        self.pre_draft = AcceptanceModel(most, 0)  # before there is a draft
+        self.post_draft = AcceptanceModel(most, num_confidence_features) if trims else None  # with its evidence
+        self.num_accepted_prev_R: dict[int, float] = {}  # by row, of late: tokens that stood, and that were judged
         self.judged_R: dict[int, float] = {}
         self.idle_R: dict[int, int] = {}  # steps without a draft
         self.stood, self.judged = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT  # of all rows
         self.made: dict[int, list[float]] = {}  # by rows of a step: tokens made, and seconds by the table
-        self.paid_B = np.zeros(0, dtype=np.int64)  # tokens of this step whose drafting took time
+        self.num_model_drafted_B = np.zeros(0, dtype=np.int64)  # tokens of this step whose drafting took time
         self.paid, self.asked = 1.0, 1.0  # of late: rows with such a draft, and rows with any
         self.feature_BKF = np.zeros((0, 0, 1))
 
-    def begin(self, row: int) -> None:
-        self.stood_R[row] = self.judged_R[row] = 0.0
+    def on_start(self, row: int) -> None:
+        self.num_accepted_prev_R[row] = self.judged_R[row] = 0.0
         self.idle_R[row] = 0
 
     # ---------------------------------------------------------------- deciding
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         most_B = np.minimum(most_B, self.most)
-        if self.before is not None:
-            most_B = self.before.lengths(rows, most_B)
+        if self.schedule is not None:
+            most_B = self.schedule.draft_lengths(rows, most_B)
         if not self.auto or not most_B.any():
             return most_B
         width = int(most_B.max())
         feature_BK1 = np.repeat(self._recent(rows)[:, None, None], width, 1)
-        survival_BK = self.ahead.of(feature_BK1).cumprod(1)
+        survival_BK = self.pre_draft.of(feature_BK1).cumprod(1)
         return self._explored(rows, self._best(survival_BK, most_B, len(rows), drafting=True), most_B)
 
-    def kept(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+    def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         made_B = draft.length_B.numpy()
-        self.paid_B = made_B if draft.paid_B is None else draft.paid_B
-        self.paid = RATE_FORGET * self.paid + float((self.paid_B > 0).sum())
-        self.asked = RATE_FORGET * self.asked + float((made_B > 0).sum())
+        self.num_model_drafted_B = made_B if draft.num_model_drafted_B is None else draft.num_model_drafted_B
+        self.paid = RATE_DECAY * self.paid + float((self.num_model_drafted_B > 0).sum())
+        self.asked = RATE_DECAY * self.asked + float((made_B > 0).sum())
         recent_B, width = self._recent(rows), draft.token_BK.shape[1]
-        num_features = 1 if self.after is None else self.after.num_features
+        num_features = 1 if self.post_draft is None else self.post_draft.num_features
         self.feature_BKF = np.zeros((len(rows), width, num_features))
         self.feature_BKF[:, :, 0] = recent_B[:, None]
-        if self.after is None or not width:
+        if self.post_draft is None or not width:
             return made_B
-        if draft.evidence_BKF is not None:
-            self.feature_BKF[:, :, 1:] = draft.evidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
-        survival_BK = self.after.of(self.feature_BKF).cumprod(1)
+        if draft.confidence_BKF is not None:
+            self.feature_BKF[:, :, 1:] = draft.confidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
+        survival_BK = self.post_draft.of(self.feature_BKF).cumprod(1)
         # a draft whose evidence is not finite is kept whole, so that the engine sees it and says so
         in_draft_BK = np.arange(width) < made_B[:, None]
         broken_B = (~np.isfinite(self.feature_BKF).all(2) & in_draft_BK).any(1)
@@ -231,7 +231,7 @@ class Adaptive:
     def _recent(self, rows: np.ndarray) -> np.ndarray:
         """[B] log-odds of a token of the row standing, by what happened of late."""
         share = self.stood / self.judged
-        stood_B = np.array([self.stood_R[row] for row in rows]) + PRIOR_WEIGHT * share
+        stood_B = np.array([self.num_accepted_prev_R[row] for row in rows]) + PRIOR_WEIGHT * share
         judged_B = np.array([self.judged_R[row] for row in rows]) + PRIOR_WEIGHT
         share_B = (stood_B / judged_B).clip(0.01, 0.99)
         return np.log(share_B / (1 - share_B))
@@ -245,33 +245,33 @@ class Adaptive:
 
     # ---------------------------------------------------------------- learning
 
-    def learn(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
         length_B, num_rows = draft.length_B.numpy(), len(rows)
         self._rate(num_rows)
         made = self.made[num_rows]
-        rows_K = (self.paid_B[:, None] > np.arange(self.most)).sum(0)  # of no row, if nothing was drafted
+        rows_K = (self.num_model_drafted_B[:, None] > np.arange(self.most)).sum(0)  # of no row, if nothing was drafted
         seconds = float(self.round_KR[np.arange(self.most), rows_K].sum() + self._verify_seconds(num_rows)[length_B.sum()])
-        made[0] = RATE_FORGET * made[0] + float(num_rows + accepted_B.sum())
-        made[1] = RATE_FORGET * made[1] + seconds
+        made[0] = RATE_DECAY * made[0] + float(num_rows + accepted_B.sum())
+        made[1] = RATE_DECAY * made[1] + seconds
 
         judged_B = np.minimum(accepted_B + 1, length_B)
         row_N, position_N = np.nonzero(np.arange(draft.token_BK.shape[1]) < judged_B[:, None])
         if len(row_N):
             stood_N = position_N < accepted_B[row_N]
             feature_NF = self.feature_BKF[row_N, position_N]
-            self.ahead.add(feature_NF[:, :1], position_N, stood_N)
-            if self.after is not None:
-                self.after.add(feature_NF, position_N, stood_N)
+            self.pre_draft.add(feature_NF[:, :1], position_N, stood_N)
+            if self.post_draft is not None:
+                self.post_draft.add(feature_NF, position_N, stood_N)
         for row, stood, judged in zip(rows.tolist(), np.minimum(accepted_B, length_B), judged_B, strict=True):
-            self.stood_R[row] = FORGET * self.stood_R[row] + stood
-            self.judged_R[row] = FORGET * self.judged_R[row] + judged
+            self.num_accepted_prev_R[row] = DECAY * self.num_accepted_prev_R[row] + stood
+            self.judged_R[row] = DECAY * self.judged_R[row] + judged
             self.idle_R[row] = 0 if judged else self.idle_R[row] + 1
-        self.stood = RATE_FORGET * self.stood + float(np.minimum(accepted_B, length_B).sum())
-        self.judged = RATE_FORGET * self.judged + float(judged_B.sum())
+        self.stood = RATE_DECAY * self.stood + float(np.minimum(accepted_B, length_B).sum())
+        self.judged = RATE_DECAY * self.judged + float(judged_B.sum())
         if self.judged < PRIOR_WEIGHT:  # nothing was drafted for long
             self.stood += PRIOR_ACCEPTANCE * (PRIOR_WEIGHT - self.judged)
             self.judged = PRIOR_WEIGHT
-        self.paid_B = np.zeros(0, dtype=np.int64)
+        self.num_model_drafted_B = np.zeros(0, dtype=np.int64)
 
 
 def drafts_are_free(table: CostTable, most: int) -> bool:

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from specdec import rejection
 from specdec.checked import Checked
-from specdec.core import Context, Draft, Proposer, Request, Silent, Steady, Step
+from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer, Step
 from specdec.engine import Clock, Engine
 from specdec.files import read_json_object
 from specdec.model.target import CausalLM
@@ -51,7 +51,7 @@ def verify_seconds(
             clock.mark()
             if repeat:  # the first round warms up
                 times[n] += clock.seconds()
-    least = rising([min(times[n]) for n in sizes])
+    least = isotonic([min(times[n]) for n in sizes])
     return lambda n: float(np.interp(n, sizes, least))
 
 
@@ -74,8 +74,8 @@ class CostTable:
     def verify(self, rows: int, tokens: Any) -> Any:
         """Seconds of a step of that many rows and, all of them together, tokens (a number or an array)."""
         per_row = np.asarray(tokens, dtype=float) / rows - 1
-        of_size = [linear(per_row, self.draft_lengths, seconds) for seconds in self.verify_s]
-        return _across(rows, self.batch_sizes, of_size)
+        of_size = [interpolate(per_row, self.draft_lengths, seconds) for seconds in self.verify_s]
+        return interpolate_batch(rows, self.batch_sizes, of_size)
 
     def draft(self, lengths_B: Any) -> float:
         """Seconds of drafting so many tokens for each row. Rows that need fewer leave earlier."""
@@ -86,16 +86,19 @@ class CostTable:
     def draft_round(self, k: int, rows: Any) -> Any:
         """Seconds that the k-th token of a draft adds (k from 1 on), for that many rows (a number or an array, 0 allowed)."""
         of_size = [
-            linear(k, self.draft_lengths, seconds) - (linear(k - 1, self.draft_lengths, seconds) if k > 1 else 0.0)
+            interpolate(k, self.draft_lengths, seconds) - (interpolate(k - 1, self.draft_lengths, seconds) if k > 1 else 0.0)
             for seconds in self.draft_s
         ]
-        seconds = linear(np.maximum(rows, 1), self.batch_sizes, of_size) if len(of_size) > 1 else of_size[0]
+        seconds = interpolate(np.maximum(rows, 1), self.batch_sizes, of_size) if len(of_size) > 1 else of_size[0]
         return np.where(np.asarray(rows) > 0, np.maximum(seconds, 0.0), 0.0)
 
     def step(self, step: Step) -> float:
         """Seconds of a step as it was."""
-        rows, paid_B = len(step.drafted_B), step.made_B if step.paid_B is None else step.paid_B
-        return self.draft(paid_B) + float(self.verify(rows, rows + step.drafted_B.sum()))
+        rows, num_model_drafted_B = (
+            len(step.drafted_B),
+            step.made_B if step.num_model_drafted_B is None else step.num_model_drafted_B,
+        )
+        return self.draft(num_model_drafted_B) + float(self.verify(rows, rows + step.drafted_B.sum()))
 
     def save(self, path: Path) -> None:
         temporary = path.with_name(f".{path.name}.tmp")
@@ -142,7 +145,7 @@ def load(path: str | Path) -> CostTable:
     return table
 
 
-def linear(x: Any, known: Sequence[float], values: Any) -> Any:
+def interpolate(x: Any, known: Sequence[float], values: Any) -> Any:
     """Linear interpolation; beyond the ends the last slope goes on, and nothing falls below 0. values: by `known`, of any
     further shape."""
     values = np.asarray(values, dtype=float)
@@ -155,7 +158,7 @@ def linear(x: Any, known: Sequence[float], values: Any) -> Any:
     return np.maximum(values[place] * (1 - share) + values[place + 1] * share, 0.0)
 
 
-def _across(rows: int, sizes: Sequence[int], of_size: list[Any]) -> Any:
+def interpolate_batch(rows: int, sizes: Sequence[int], of_size: list[Any]) -> Any:
     """The two neighbours of a batch size, mixed; beyond the ends no less than at the last size, and no less than its share of
     the first."""
     if len(sizes) == 1:
@@ -169,14 +172,14 @@ def _across(rows: int, sizes: Sequence[int], of_size: list[Any]) -> Any:
 # ---------------------------------------------------------------- measuring
 
 
-class _Padded(Silent):
+class PaddedProposer(StatelessProposer):
     """Another proposer, whose drafts are filled up, so that what is verified has the size that was asked for."""
 
     def __init__(self, inner: Proposer, most: int):
         self.inner, self.num_speculative_tokens, self.hidden_layers = inner, most, inner.hidden_layers
-        self.needs_logits, self.needs_noise = inner.needs_logits, inner.needs_noise
-        self.more_bytes, self.reserve = inner.more_bytes, inner.reserve  # type: ignore[method-assign]
-        self.begin, self.end, self.take_in = inner.begin, inner.end, inner.take_in  # type: ignore[method-assign]
+        self.needs_logits, self.needs_uniforms = inner.needs_logits, inner.needs_uniforms
+        self.bytes_to_grow, self.reserve = inner.bytes_to_grow, inner.reserve  # type: ignore[method-assign]
+        self.on_start, self.on_finish, self.catch_up = inner.on_start, inner.on_finish, inner.catch_up  # type: ignore[method-assign]
 
     def propose(self, context: Context) -> Draft:
         asked_B, own = context.max_draft_B, self.inner.num_speculative_tokens
@@ -187,12 +190,12 @@ class _Padded(Silent):
         return Draft(token_BK, torch.from_numpy(asked_B))
 
 
-class _Forced(Steady):
+class FixedLength(FixedLengthPolicy):
     """A policy that drafts as long as it is told."""
 
     length = 0
 
-    def lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
+    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
         return np.minimum(most_B, self.length)
 
 
@@ -215,7 +218,7 @@ def measure(
     """
     longest = max(most or 0, proposer.num_speculative_tokens)
     lengths = lengths_up_to(longest)
-    forced, room = _Forced(), (repeats + 1) * sum(k + 1 for k in lengths) + 2
+    forced, room = FixedLength(), (repeats + 1) * sum(k + 1 for k in lengths) + 2
     # beyond a drafter's own limit there would be nothing to measure
     limit = min(target.max_model_len, getattr(proposer, "max_model_len", None) or target.max_model_len)
     context = max(min(context, limit - room), 2)
@@ -233,7 +236,7 @@ def measure(
     cache = target.new_cache()
     for rows in batch_sizes:
         # of a composed proposer, the part that takes time: whether a lookup finds something here says nothing
-        timed = _Padded(getattr(proposer, "costly", None) or proposer, longest)
+        timed = PaddedProposer(getattr(proposer, "cost_proposer", None) or proposer, longest)
         engine = Engine(target, timed, verifier, rows, context + room, cache=cache, policy=forced)
         prompts = noise.integers(0, target.vocab_size, (rows, context)).tolist()
         engine.add(*(Request(f"{i}", ids, own, i) for i, ids in enumerate(prompts)))
@@ -245,11 +248,11 @@ def measure(
             if not repeat:
                 engine.steps.clear()
         steps = [engine.steps[j :: len(lengths)] for j in range(len(lengths))]
-        verify.append(rising([faster_half([step.verify_s for step in own]) for own in steps]))
-        draft.append(rising([faster_half([step.draft_s for step in own]) for own in steps]))
-        engine.clear()
+        verify.append(isotonic([trimmed_mean([step.verify_s for step in own]) for own in steps]))
+        draft.append(isotonic([trimmed_mean([step.draft_s for step in own]) for own in steps]))
+        engine.abort_all()
     getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
-    verify, draft = ([list(row) for row in zip(*map(rising, zip(*of, strict=True)), strict=True)] for of in (verify, draft))
+    verify, draft = ([list(row) for row in zip(*map(isotonic, zip(*of, strict=True)), strict=True)] for of in (verify, draft))
     about = identity(target, proposer) | {
         "context": context,
         "repeats": repeats,
@@ -275,11 +278,11 @@ def check_fits(table: CostTable, target: CausalLM, proposer: Proposer) -> None:
             raise ValueError(f"the cost table is of {key} {there!r}, and this is {here!r}; make one with eval/profile_cost.py")
 
 
-def faster_half(seconds: list[float]) -> float:
+def trimmed_mean(seconds: list[float]) -> float:
     return float(np.mean(sorted(seconds)[: (len(seconds) + 1) // 2]))
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def isotonic(values: Sequence[float]) -> list[float]:
     """The nearest sequence (least squares) that does not fall: neighbours that do are replaced by their mean."""
     blocks: list[tuple[float, int]] = []
     for value in values:

@@ -1066,7 +1066,7 @@ def _template_ids(tokenizer: Any) -> list[int]:
     return []
 
 
-def picks(step: int, num_samples: int, batch_size: int, seed: int) -> list[int]:
+def batch_indices(step: int, num_samples: int, batch_size: int, seed: int) -> list[int]:
     """The samples of optimiser step `step` (from 0): a function of these numbers alone, so there is no state to save.
 
     Every epoch runs over all samples in an order of its own.

@@ -54,7 +54,7 @@ class Features:
         return sum(x.nbytes for x in (self.hidden_nTD, self.argmax_n, self.logsumexp_n) if x is not None)
 
 
-def lay_out(
+def collate(
     samples: Sequence[Sample], features: Sequence[Features] | None, layers: tuple[int, ...], device: torch.device
 ) -> Batch:
     """One batch of samples and what the target thinks of them, if it was asked."""
@@ -74,17 +74,17 @@ def lay_out(
     )
 
 
-class Tokens:
+class TokenSource:
     """No features: for a drafter that learns from what the target said alone, and never runs it."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        return lay_out(samples, None, (), self.device)
+        return collate(samples, None, (), self.device)
 
 
-class Online:
+class OnlineFeatures:
     """Features by a forward of the target. keep_bytes: so much is kept in memory for the next epoch."""
 
     def __init__(self, target: CausalLM, layers: Iterable[int], keep_bytes: int = 0):
@@ -95,7 +95,7 @@ class Online:
         self.checked = False
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        return lay_out(samples, [self.of(sample) for sample in samples], self.layers, self.target.device)
+        return collate(samples, [self.of(sample) for sample in samples], self.layers, self.target.device)
 
     def of(self, sample: Sample) -> Features:
         """Features of one sample. One at a time: its numbers then do not depend on its company."""
@@ -114,7 +114,7 @@ class Online:
         hidden_nTD = out.hidden_NTD.clone()
         if not self.checked:
             self._check(out.logits[-1], hidden_nTD[-1, -1])
-        argmax_n, logsumexp_n = teach(self.target, hidden_nTD[:, -1], sample.mask_n)
+        argmax_n, logsumexp_n = target_labels(self.target, hidden_nTD[:, -1], sample.mask_n)
         if not logsumexp_n.isfinite().all():
             raise ValueError(f"sample {sample.id}: {self.target.not_finite_message}")
         features = Features(hidden_nTD, argmax_n, logsumexp_n)
@@ -135,7 +135,7 @@ class Online:
         self.checked = True
 
 
-def teach(target: CausalLM, last_nD: Tensor, mask_n: np.ndarray) -> tuple[Tensor, Tensor]:
+def target_labels(target: CausalLM, last_nD: Tensor, mask_n: np.ndarray) -> tuple[Tensor, Tensor]:
     """argmax_n and logsumexp_n of `Features`, from the states that leave the last layer."""
     argmax_n = torch.full((len(mask_n),), -1, dtype=torch.int64, device=last_nD.device)
     logsumexp_n = torch.zeros(len(mask_n), device=last_nD.device)
@@ -294,7 +294,7 @@ def _tensors(sample: Sample, features: Features) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class SampleLocation:
     """Where a sample stands."""
 
     path: Path
@@ -304,7 +304,7 @@ class _Place:
     id: str
 
 
-class Artifacts:
+class StoredFeatures:
     """Features read from a directory. Nothing is read that is not what was written: every sample is checked against its hash.
 
     layers: the ids that are wanted, which must be among the stored ones; layer_ids: the stored ones, where no manifest says so.
@@ -339,7 +339,7 @@ class Artifacts:
         if missing := set(self.layers) - set(self.stored):
             raise ValueError(f"{directory}: layer {min(missing)} is wanted, and layers {list(self.stored)} are stored")
         self.columns = [self.stored.index(layer) for layer in self.layers]
-        self.places: dict[str, _Place] = {}
+        self.places: dict[str, SampleLocation] = {}
         for path in sorted(self.directory.glob("*.safetensors")):
             for place, token_n in places(path):
                 self.places[_key(token_n)] = place
@@ -348,9 +348,9 @@ class Artifacts:
         self._check()
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        return lay_out(samples, [self.of(sample) for sample in samples], self.layers, self.target.device)
+        return collate(samples, [self.of(sample) for sample in samples], self.layers, self.target.device)
 
-    def place(self, sample: Sample) -> _Place:
+    def place(self, sample: Sample) -> SampleLocation:
         """Where the sample is. What was recorded while decoding lacks the last token, which the target never processed."""
         for tokens in (sample.token_n, sample.token_n[:-1]):
             if (place := self.places.get(_key(tokens))) is not None:
@@ -374,9 +374,9 @@ class Artifacts:
             argmax_n, logsumexp_n = tensors["argmax"], tensors["logsumexp"]
             return Features(hidden_nTD, torch.where(asked_n, argmax_n, -1), torch.where(asked_n, logsumexp_n, 0.0))
         last_nD = hidden_nTD[:, -1].to(self.target.dtype)
-        return Features(hidden_nTD, *teach(self.target, last_nD, sample.mask_n))
+        return Features(hidden_nTD, *target_labels(self.target, last_nD, sample.mask_n))
 
-    def _check_shape(self, place: _Place, hidden_nTD: Tensor) -> None:
+    def _check_shape(self, place: SampleLocation, hidden_nTD: Tensor) -> None:
         if hidden_nTD.shape[1:] != (len(self.stored), self.target.hidden_size):
             raise ValueError(
                 f"{place.path}: hidden_states are {list(hidden_nTD.shape)}; [tokens, {len(self.stored)} layers, "
@@ -386,7 +386,7 @@ class Artifacts:
     def _check(self) -> None:
         """The stored last states of some samples, through the target's output layer, must give the stored argmax; where none
         is stored, that of a forward of the target."""
-        every, online = list(self.places.values()), Online(self.target, ())
+        every, online = list(self.places.values()), OnlineFeatures(self.target, ())
         rows = hits = 0
         for place in every[:: max(len(every) // 4, 1)][:4]:
             tensors = read(place)
@@ -414,7 +414,7 @@ class Artifacts:
             )
 
 
-def places(path: Path) -> Iterator[tuple[_Place, np.ndarray]]:
+def places(path: Path) -> Iterator[tuple[SampleLocation, np.ndarray]]:
     """The samples of a file and their tokens. Raises ValueError if the file is not whole."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -428,7 +428,7 @@ def places(path: Path) -> Iterator[tuple[_Place, np.ndarray]]:
     if shape[0] != len(token_N):
         raise ValueError(f"{path}: {shape[0]} states for {len(token_N)} tokens; extract again with resume=true")
     if "samples" not in metadata and FORMAT not in metadata.values():
-        yield _Place(path, 0, len(token_N), None, path.stem), token_N
+        yield SampleLocation(path, 0, len(token_N), None, path.stem), token_N
         return
     try:
         told = parse_json(metadata["samples"], str(path))
@@ -436,10 +436,10 @@ def places(path: Path) -> Iterator[tuple[_Place, np.ndarray]]:
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: its list of samples is damaged; extract again with resume=true") from None
     for offset, length, sha256, name in entries:
-        yield _Place(path, offset, length, sha256, name), token_N[offset : offset + length]
+        yield SampleLocation(path, offset, length, sha256, name), token_N[offset : offset + length]
 
 
-def read(place: _Place) -> dict[str, Tensor]:
+def read(place: SampleLocation) -> dict[str, Tensor]:
     """Everything stored of a sample. Raises ValueError if it is not what was written."""
     try:
         with safe_open(place.path, framework="pt") as file:
@@ -451,7 +451,7 @@ def read(place: _Place) -> dict[str, Tensor]:
     return tensors
 
 
-def extract(source: Online, samples: Sequence[Sample], writer: Writer, advance: Any) -> int:
+def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, advance: Any) -> int:
     """Write the features of all samples that the directory does not hold yet; a file that is damaged is made again.
 
     advance: called after every sample. Returns how many samples were computed.

@@ -133,7 +133,7 @@ def fit(
     lacks (its evaluation, its row) is in its state, and comes first when the run is resumed: rows and best are those of a run
     that was never stopped.
     """
-    with contextlib.closing(_Run(drafter, settings, out_dir, seed, len(samples), provenance or {})) as run:
+    with contextlib.closing(TrainState(drafter, settings, out_dir, seed, len(samples), provenance or {})) as run:
 
         def finish(row: dict[str, Any], to_evaluate: bool) -> None:
             """Evaluate the checkpoint of this step if that is due, and log its row."""
@@ -141,7 +141,7 @@ def fit(
                 row |= run.validate(source, held_out)
                 if run.accelerator.is_main_process:
                     if evaluate is not None:
-                        row |= run.judge(evaluate(run.directory(run.step)))
+                        row |= run.update_best(evaluate(run.directory(run.step)))
                     run.note(best=run.best, pending={"row": row, "evaluate": False})
                     run.link_best()
                 run.accelerator.wait_for_everyone()
@@ -151,7 +151,7 @@ def fit(
                 run.note(pending=None)
             run.pending = None
 
-        window, nonfinite = _Window(), list[list[str]]()
+        window, nonfinite = MetricWindow(), list[list[str]]()
         if resume:
             window, nonfinite = run.load()
             advance(run.step)
@@ -160,9 +160,9 @@ def fit(
         stopping = run.stopped()
         while run.step < run.num_steps and not stopping:
             began = time.perf_counter()
-            picked = [samples[i] for i in data.picks(run.step, len(samples), settings.global_batch_size, seed)]
+            picked = [samples[i] for i in data.batch_indices(run.step, len(samples), settings.global_batch_size, seed)]
             supervised = sum(map(run.supervised, picked))
-            micro_batches = run.share(picked)
+            micro_batches = run.rank_micro_batches(picked)
             for place, micro in enumerate(micro_batches):
                 ready = time.perf_counter()
                 batch = source(micro)
@@ -211,7 +211,7 @@ def fit(
                 }
                 row |= window.row(run)
                 _give_back_memory()
-                window = _Window()
+                window = MetricWindow()
             if due[1] or due[2] or stopping:
                 to_evaluate = due[1] and (evaluate is not None or len(held_out) > 0)
                 run.pending = None if row is None else {"row": row, "evaluate": to_evaluate}
@@ -234,7 +234,7 @@ def fit(
 
 
 @dataclass
-class _Window:
+class MetricWindow:
     """Sums of the steps since the last row of metrics; a step that is skipped leaves nothing behind."""
 
     loss: Any = 0.0
@@ -261,7 +261,7 @@ class _Window:
         self.pending = []
         self.supervised += supervised
 
-    def state(self, run: _Run) -> dict[str, Any] | None:
+    def state(self, run: TrainState) -> dict[str, Any] | None:
         """What a checkpoint in the middle of a window keeps of it, summed over all processes; None if there is nothing."""
         if self.sums is None:
             return None
@@ -270,7 +270,7 @@ class _Window:
         return {"loss": loss.item(), "sums": sums.cpu().tolist(), "supervised": self.supervised, **clocks}
 
     @classmethod
-    def of(cls, state: dict[str, Any] | None, run: _Run) -> _Window:
+    def of(cls, state: dict[str, Any] | None, run: TrainState) -> MetricWindow:
         """A window that goes on. The sums are the first process's, and zero in all others."""
         if state is None:
             return cls()
@@ -281,7 +281,7 @@ class _Window:
         clocks = {key: state[key] for key in ("features_s", "model_s", "total_s")}
         return cls(loss=loss, sums=sums, supervised=state["supervised"], **clocks)
 
-    def row(self, run: _Run) -> dict[str, Any]:
+    def row(self, run: TrainState) -> dict[str, Any]:
         """Metrics, after the sums of all processes are added."""
         row: dict[str, Any] = {
             "loss": None,
@@ -319,7 +319,7 @@ def per_step(sums: Sequence[Sequence[float]]) -> dict[str, list[float | None]]:
     }
 
 
-class _Run:
+class TrainState:
     """What a run consists of beside the loop: processes, optimiser, checkpoints."""
 
     def __init__(
@@ -340,7 +340,7 @@ class _Run:
                 f"train.global_batch_size={settings.global_batch_size} does not divide into {self.world} processes; "
                 f"give a multiple of {self.world}"
             )
-        self.model = self._spread(drafter)
+        self.model = self.wrap_distributed(drafter)
         parameters = [parameter for _, parameter in self._trained()]
         self.optimizer = torch.optim.AdamW(
             parameters, settings.lr, (settings.adam_beta1, settings.adam_beta2), weight_decay=settings.weight_decay
@@ -351,7 +351,7 @@ class _Run:
             for number in self._signals:
                 self._handlers[number] = signal.signal(number, self._stop)
 
-    def _spread(self, drafter: nn.Module) -> Any:
+    def wrap_distributed(self, drafter: nn.Module) -> Any:
         """The drafter as the processes call it."""
         drafter.train()
         if self.world == 1:
@@ -384,9 +384,9 @@ class _Run:
 
     def supervised(self, sample: Sample) -> int:
         """Supervised tokens that some row can predict: the first of a document have none."""
-        return int(sample.mask_n[self.drafter.lead :].sum())
+        return int(sample.mask_n[self.drafter.label_offset :].sum())
 
-    def share(self, picked: list[Sample]) -> list[list[Sample]]:
+    def rank_micro_batches(self, picked: list[Sample]) -> list[list[Sample]]:
         """This process's micro-batches: samples dealt out by length, so that processes finish together."""
         by_length = sorted(picked, key=lambda sample: len(sample.token_n))
         mine = by_length[self.accelerator.process_index :: self.world]
@@ -450,7 +450,7 @@ class _Run:
         """Those that are there, oldest first."""
         return sorted(path for path in self.out_dir.glob("checkpoints/step-*") if re.fullmatch(r"step-\d{8}", path.name))
 
-    def save(self, window: _Window, nonfinite: list[list[str]], scheduled: bool) -> None:
+    def save(self, window: MetricWindow, nonfinite: list[list[str]], scheduled: bool) -> None:
         """Write a checkpoint under a temporary name and rename it: what has the final name is whole.
 
         scheduled: whether a run that was never stopped has one at this step too.
@@ -505,18 +505,18 @@ class _Run:
             temporary.write_text(json.dumps(json.loads(path.read_text()) | changes) + "\n")
             temporary.replace(path)
 
-    def load(self) -> tuple[_Window, list[list[str]]]:
+    def load(self) -> tuple[MetricWindow, list[list[str]]]:
         """Take up the last checkpoint: weights, optimiser, and where the run was. Any number of processes may have written
         it. Returns the sums since the last row, and the samples of the last steps if these were not finite."""
         found = self.checkpoints()
         if not found:  # interrupted before the first checkpoint: begin again
-            return _Window(), []
+            return MetricWindow(), []
         training = found[-1] / "training"
         try:
             state = json.loads((training / "state.json").read_text())
             self.step, self.num_skipped, self.best = state["step"], state["skipped_steps"], state["best"]
             planned, self.pending = state["num_steps"], state.get("pending")
-            window = _Window.of(state.get("window"), self)
+            window = MetricWindow.of(state.get("window"), self)
             tensors = load_file(training / "state.safetensors")
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ValueError(
@@ -549,7 +549,7 @@ class _Run:
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.drafter.named_parameters() if p.requires_grad]
 
-    def judge(self, found: dict[str, Any]) -> dict[str, Any]:
+    def update_best(self, found: dict[str, Any]) -> dict[str, Any]:
         """Remember the checkpoint of this step if it is the best by measured acceptance."""
         value = found["mean_acceptance_length"]
         if self.best is None or value > self.best["mean_acceptance_length"]:

@@ -70,7 +70,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     at_least("eval.num_prompts", cfg["eval"]["num_prompts"], 0)
     at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
     at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
-    model_arguments = model_said(model)
+    model_arguments = model_args(model)
     records.check_logger(cfg["logger"])
     out_dir = Path(cfg["out_dir"])
     records.reserve(out_dir, cfg["resume"])
@@ -105,23 +105,23 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     asked = {key: value for key, value in cfg["method"].items() if key not in no_setting}
     drafter = drafter_class(target, checkpoint, **asked)
     source: Any
-    if not drafter.asks_target(objective):
-        source = features.Tokens(device)
+    if not drafter.needs_target(objective):
+        source = features.TokenSource(device)
         if cfg["features"]["path"] and processes.is_main_process:
             report.show("note: features.path is not read, since this objective learns from the data's tokens alone")
     elif cfg["features"]["path"]:
-        source = features.Artifacts(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
+        source = features.StoredFeatures(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
         for sample in (*samples, *held_out):  # found now, not in the middle of a run
             source.place(sample)
     else:
-        source = features.Online(target, drafter.hidden_layers, int(cfg["features"]["keep_gb"] * 2**30))
-    statistics = None
+        source = features.OnlineFeatures(target, drafter.hidden_layers, int(cfg["features"]["keep_gb"] * 2**30))
+    feature_sample = None
     if drafter.hidden_layers:
         some = source(samples[:64])
         # the first token of a prompt is an attention sink, thousands of times larger than the others: it would set the scale
         beyond_first = np.arange(len(some.token_N)) - np.repeat(np.cumsum(some.length_B) - some.length_B, some.length_B) > 0
-        statistics = some.hidden(drafter.hidden_layers)[torch.from_numpy(beyond_first).to(device)]
-    drafter.for_training(objective, init, statistics, warm=cfg["checkpoint"] is not None)
+        feature_sample = some.hidden(drafter.hidden_layers)[torch.from_numpy(beyond_first).to(device)]
+    drafter.for_training(objective, init, feature_sample, warm_start=cfg["checkpoint"] is not None)
 
     identity = {
         "target": target.name,
@@ -200,7 +200,7 @@ def stop(processes: PartialState, result: dict[str, Any]) -> None:
         sys.exit(128 + result["stopped_by"])
 
 
-def model_said(model: dict[str, Any]) -> str:
+def model_args(model: dict[str, Any]) -> str:
     """The `model` group's choice as arguments, where it is not the default. ValueError if there is no such choice."""
     known = [path.stem for path in (config.CONF / "model").glob("*.yaml")]
     if model["name"] not in known:
@@ -223,7 +223,7 @@ def new_drafter(
     held_out: Any,
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
-    checkpoint = drafter_class.opened(target, cfg["checkpoint"], None) if cfg["checkpoint"] else None
+    checkpoint = drafter_class.load_checkpoint(target, cfg["checkpoint"], None) if cfg["checkpoint"] else None
     for key in ("mask_token_id", "pard_token"):
         if key in architecture:
             given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
@@ -236,7 +236,7 @@ def new_drafter(
     vocab_ids = None
     if size is not None and size != target.vocab_size:
         vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
-    return drafter_class.fresh(target, architecture, init, vocab_ids, cfg["seed"])
+    return drafter_class.init_checkpoint(target, architecture, init, vocab_ids, cfg["seed"])
 
 
 def tokenizer_of(target: CausalLM) -> Any:
@@ -255,7 +255,7 @@ def said(value: Any) -> str:
 def same_drafter(checkpoint: Checkpoint, drafter_class: Any, target: CausalLM, architecture: dict[str, Any]) -> Checkpoint:
     """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over; null asks nothing."""
     checkpoint.check(drafter_class.name, target)
-    asked = drafter_class.asked(target, architecture)
+    asked = drafter_class.required_config(target, architecture)
     if architecture.get("draft_vocab_size"):
         asked["draft_vocab_size"] = min(architecture["draft_vocab_size"], target.vocab_size)
     for key, value in asked.items():
