@@ -16,63 +16,59 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Eval
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Eval) -> dict[str, Any]:
     import torch
 
     from specdec import config, method, rejection
     from specdec.drafter import shared_vocab
     from specdec.engine import Engine
-    from specdec.llm import SpeculativeConfig
     from specdec.measure import records, report, tasks
     from specdec.model import distributed
-    from specdec.model.target import CausalLM, choose_device
-    from specdec.params import SamplingParams
+    from specdec.model.target import choose_device
     from specdec.policy import cost
 
     # everything that a typo can break comes before the weights
-    if cfg["checkpoint"] is not None:
-        config.apply_checkpoint(cfg)
-    params = SamplingParams(**cfg["sampling"])
-    speculative = SpeculativeConfig.parse(config.speculative(cfg))
+    params, speculative = cfg.sampling, cfg.speculative()
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
-    size, started = cfg["tensor_parallel_size"], distributed.num_started()
+    size, started = cfg.tensor_parallel_size, distributed.num_started()
     speculative.check(size)
-    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    records.check_logger(cfg["logger"])
-    records.reserve(out_dir, cfg["resume"])
-    torch.set_num_threads(config.threads(cfg))
+    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
+    out_dir = Path(cfg.out_dir)
+    records.reserve(out_dir, cfg.resume)
+    torch.set_num_threads(cfg.num_threads or 1)
 
     if size == 1 < started:
         raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
-    processes = distributed.join(size, choose_device(model["device"]))
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
+    processes = distributed.join(size, choose_device(cfg.model.device))
+    target = cfg.model.load(processes=processes)
     proposer, verifier = speculative.build(target)
-    shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    identity = records.run_identity(target, chosen, params, cfg, scheme) | {
+    identity = records.run_identity(target, chosen, params, cfg.seed, scheme) | {
         "method": name,
         "speculative_config": speculative.model_dump(exclude_none=True),
         "drafter_weights": records.drafter_weights(speculative),
         "tensor_parallel_size": size,
-        **shape,
+        **cfg.engine,
     }
     passes = [(out_dir / "requests.jsonl", proposer, verifier)]
-    if cfg["baseline"] and name != "none":
+    if cfg.baseline and name != "none":
         passes.insert(0, (out_dir / "baseline.jsonl", method.build("none", target), rejection.build("standard")))
     cache = target.new_cache()
-    engines = [Engine(target, own, judge, cache=cache, **shape) for _, own, judge in passes]
-    engines[-1].policy = speculative.policy(target, proposer, cfg["max_batch_size"])
+    engines = [Engine(target, own, judge, cache=cache, **cfg.engine) for _, own, judge in passes]
+    engines[-1].policy = speculative.policy(target, proposer, cfg.max_batch_size)
     for engine in engines:
         tasks.prepare(engine, chosen, params)
     names = ["none", name][-len(passes) :]
     recorded: list[records.JsonlFile] = []
     if processes.is_main:  # of several processes with the same answers, one writes
-        records.claim(out_dir, cfg["resume"], identity)
+        records.claim(out_dir, cfg.resume, identity)
         config.save(cfg, out_dir / "config.yaml")
         recorded = [records.JsonlFile(path) for path, _, _ in passes]
         for rows in recorded:
@@ -89,9 +85,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     ]
     done = {label: len(before) for label, before in zip(names, answered, strict=True)}
     with report.progress(sum(len(task.turns) for task in chosen), processes.is_main, **done) as advance:
-        for group in tasks.groups(chosen, cfg["max_batch_size"]):
+        for group in tasks.groups(chosen, cfg.max_batch_size):
             for place, (label, before, engine) in enumerate(zip(names, answered, engines, strict=True)):
-                for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], before):
+                for task, turn, request in tasks.decode(engine, group, params, cfg.seed, before):
                     if processes.is_main:
                         recorded[place].add(records.request_record(task, turn, request, target.tokenizer, common[place]))
                     advance(label)
@@ -99,7 +95,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         rows.close()
 
     lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in recorded[-1].rows] if recorded else []
-    active_rows = min(cfg["max_batch_size"], len(chosen))
+    active_rows = min(cfg.max_batch_size, len(chosen))
     context = processes.broadcast_object(int(sum(lengths) / len(lengths)) if lengths else None)
     verify_s = cost.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
     if not processes.is_main:
@@ -115,7 +111,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "lossless_verdict": said,
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
-        "resumed": cfg["resume"],
+        "resumed": cfg.resume,
         "environment": records.environment(),
         **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
@@ -126,7 +122,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     records.write_json(out_dir / "summary.json", summary)
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
-    title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
+    title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = report.plot_run(summary, title, out_dir / "run.png")
     more = [report.proposer_table(summary)] if "proposers" in summary["overall"] else []
     more += [line] if (line := report.speedup_line(summary["overall"])) else []
@@ -145,10 +141,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             f"vocabulary: {told['share_of_emitted']:.2%} of the {told['num_emitted']} tokens that were emitted can be drafted, "
             f"{told['share_of_vocabulary']:.1%} of the vocabulary"
         )
-    if cfg["resume"]:
+    if cfg.resume:
         report.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
-    if cfg["logger"]["name"] == "wandb":
-        report.show(f"wandb: {records.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
+    if cfg.logger.name == "wandb":
+        report.show(f"wandb: {records.to_wandb(config.plain(cfg), method_rows.rows, summary, [plot])}")
     report.show(f"written to {out_dir}")
     return summary
 

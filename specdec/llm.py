@@ -157,7 +157,7 @@ class SpeculativeConfig(Checked):
             try:
                 hybrid.refuse(own.get("method"))
                 for key in own:
-                    if key in (*_POLICY, "proposers") or key.startswith(_SCHEME) or own[key] == "auto":
+                    if key in (*POLICY_KEYS, "proposers") or key.startswith(_SCHEME) or own[key] == "auto":
                         raise ValueError(f"{key}={own[key]} is not a part's; give it to the whole")
                 if not {"method", "model"} & set(own):
                     raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")
@@ -255,7 +255,7 @@ class SpeculativeConfig(Checked):
             del given["num_speculative_tokens"]
             if name != "suffix":  # whose drafts end by themselves
                 given["num_speculative_tokens"] = adaptive.AUTO_MOST
-        for key in ("method", "parallel_drafting", *_POLICY, *(key for key in list(given) if key.startswith(_SCHEME))):
+        for key in ("method", "parallel_drafting", *POLICY_KEYS, *(key for key in list(given) if key.startswith(_SCHEME))):
             given.pop(key, None)
         if "draft_tensor_parallel_size" not in method.settings(name):
             given.pop("draft_tensor_parallel_size", None)  # 1, which is so
@@ -315,7 +315,7 @@ class SpeculativeConfig(Checked):
 
     def check_policy(self, name: str) -> None:
         """Raise ValueError for keys about the length of drafts that do not go together."""
-        said = [key for key in _POLICY if getattr(self, key) not in (None, False)]
+        said = [key for key in POLICY_KEYS if getattr(self, key) not in (None, False)]
         if self.num_speculative_tokens == "auto":
             said.append("num_speculative_tokens=auto")
         if said and name in ("none", "extract_hidden_states"):
@@ -333,7 +333,7 @@ class SpeculativeConfig(Checked):
             cost.load(self.cost_table)
 
 
-_POLICY = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
+POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")
 _SCHEME = ("rejection_sample_method", "synthetic_")  # how the keys of the rejection scheme begin
 _MODEL_HINT = {
     "draft_model": "give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "

@@ -13,13 +13,12 @@ import platform
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
 
 from specdec import __version__, hub, lock, script
-from specdec.checked import Checked, first_line
+from specdec.checked import first_line
 from specdec.checkpoint import native
 from specdec.core import Request
 from specdec.files import parse_json, read_json, writing
@@ -98,9 +97,7 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool =
     script.keeps(out_dir, resumes)
 
 
-def run_identity(
-    target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dict[str, Any], scheme: str
-) -> dict[str, Any]:
+def run_identity(target: CausalLM, chosen: list[Task], params: SamplingParams, seed: int, scheme: str) -> dict[str, Any]:
     """What runs must have in common to be compared, or to be one run that goes on."""
     return {
         "target": target.name,
@@ -108,7 +105,7 @@ def run_identity(
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": fingerprint(chosen),
         "sampling": params.model_dump(),
-        "seed": cfg["seed"],
+        "seed": seed,
         "rejection": scheme,
     }
 
@@ -220,41 +217,15 @@ class JsonlFile:
             self._file.close()
 
 
-class Logger(Checked):
-    """Keys of the `logger` group. name: `wandb`, or `none` for files alone, which has no other key."""
-
-    what: ClassVar[str] = "logger key"
-
-    name: Literal["none", "wandb"]
-    project: str = Field("specdec", min_length=1)
-    entity: str | None = Field(None, min_length=1)
-    mode: Literal["online", "offline"] | None = None
-    tags: list[str] = Field(default_factory=list)
-
-
-def check_logger(logger: dict[str, Any]) -> None:
-    """Raise ValueError, one line, for what W&B would refuse when the run has ended."""
-    for key, value in Logger(**logger).model_dump().items():
-        if logger["name"] == "wandb" and key in ("project", "entity", "tags"):
-            import wandb
-
-            try:
-                wandb.Settings(**{"run_tags" if key == "tags" else key: value})
-            except ValidationError as error:
-                raise ValueError(f"logger.{key}={value!r}: {error.errors()[0]['msg']}") from None
-            except wandb.Error as error:
-                raise ValueError(f"logger.{key}={value!r}: {first_line(error)}") from None
-
-
 class Metrics:
     """metrics.jsonl of a training run, and the same numbers in W&B when asked for. JsonlFile that a resumed run makes again replace
     the old ones."""
 
-    def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
+    def __init__(self, out_dir: Path, cfg: dict[str, Any]):
         self.rows = JsonlFile(out_dir / "metrics.jsonl")
         self.run = None
-        if logger["name"] == "wandb":
-            self.run, self.mode = _wandb_run(logger, cfg, job_type="train")
+        if cfg["logger"]["name"] == "wandb":
+            self.run, self.mode = _wandb_run(cfg, job_type="train")
 
     def add(self, row: dict[str, Any]) -> None:
         if self.rows.rows and self.rows.rows[-1]["step"] >= row["step"]:
@@ -335,13 +306,11 @@ def _cpu_model() -> str | None:
     return lines[0].partition(":")[2].strip() if lines else None
 
 
-def to_wandb(
-    logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]
-) -> str:
+def to_wandb(cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]) -> str:
     """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
     import wandb
 
-    run, mode = _wandb_run(logger, cfg, job_type="eval")
+    run, mode = _wandb_run(cfg, job_type="eval")
     columns: list[Any] = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
     table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
     images = {path.stem: wandb.Image(str(path)) for path in plots}
@@ -354,10 +323,11 @@ def to_wandb(
     return f"{mode}, {run.dir}"
 
 
-def _wandb_run(logger: dict[str, Any], cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
-    """A run of W&B: of a directory always the same one, whose id is kept there."""
+def _wandb_run(cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
+    """A run of W&B: of a directory always the same one, whose id is kept there. cfg: a run's config with the group `logger`."""
     import wandb
 
+    logger = cfg["logger"]
     mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
     try:
         run = wandb.init(
