@@ -128,7 +128,8 @@ def test_a_schedule_is_read_as_vllm_reads_it() -> None:
     """Any order; gaps and the tail have the K before them; K is clamped."""
     table = check_schedule([[9, 16, 0], [1, 2, 7], [5, 6, 2]])
     assert table == [[1, 2, 7], [5, 6, 2], [9, 16, 0]]
-    scheduled, want = Scheduled(table, 5), [5, 5, 5, 5, 2, 2, 2, 2, 0, 0]
+    scheduled = Scheduled(table, 5)
+    want = [5, 5, 5, 5, 2, 2, 2, 2, 0, 0]
     for num_rows, num_draft in enumerate(want, 1):
         assert scheduled.draft_lengths(np.arange(num_rows), np.full(num_rows, 24)).tolist() == [num_draft] * num_rows
     assert scheduled.draft_lengths(np.arange(100), np.full(100, 24)).max() == 0
@@ -203,7 +204,8 @@ def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
 def test_acceptance_is_learned() -> None:
     """Of a known law with evidence, offsets by position and tokens that were never looked at."""
     rng = np.random.default_rng(0)
-    model, offset = AcceptanceModel(6, 1), np.array([0.5, 0.0, -0.5])
+    model = AcceptanceModel(6, 1)
+    offset = np.array([0.5, 0.0, -0.5])
     for _ in range(80):
         feature_NF = np.stack([rng.normal(size=40), rng.normal(size=40)], 1)
         position_N = rng.integers(0, 3, 40)
@@ -274,8 +276,10 @@ def test_the_choice_is_the_best_there_is() -> None:
     """Against all choices of lengths, where their costs are linear."""
     rng = np.random.default_rng(1)
     for _ in range(30):
-        rows, most = int(rng.integers(1, 4)), 3
-        verify, draft = rng.uniform(0.05, 0.6), rng.uniform(0.0, 0.2)
+        rows = int(rng.integers(1, 4))
+        most = 3
+        verify = rng.uniform(0.05, 0.6)
+        draft = rng.uniform(0.0, 0.2)
         deciding = Adaptive(costs(most, verify, draft), most, 8, auto=True, trims=False)
         survival_BK = rng.random((rows, most)).cumprod(1)
         got_B = deciding._best(survival_BK, np.full(rows, most), rows, drafting=True)
@@ -300,7 +304,8 @@ def test_a_drawn_token_is_let_in_without_looking_past_it() -> None:
     price_N = np.diff(convex_hull(rng.random(13).cumsum()))
     for _ in range(300):
         survival_BK = rng.random((3, 4)).cumprod(1)
-        row, place = int(rng.integers(3)), int(rng.integers(3))
+        row = int(rng.integers(3))
+        place = int(rng.integers(3))
         other_BK = survival_BK.copy()
         other_BK[row, place + 1 :] = survival_BK[row, place] * rng.random(3 - place).cumprod()
         taken = []
@@ -500,7 +505,8 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
     taken: list[int] = []
 
     class Mine:
-        num_speculative_tokens, hidden_layers = 2, (1,)
+        num_speculative_tokens = 2
+        hidden_layers = (1,)
 
         def propose(self, context: Context) -> list[list[int]]:
             assert context.hidden is not None
@@ -541,6 +547,6 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
 
 def wrap(own: Any, target: TableLM) -> Any:
     """A CustomClass around an object that is there already."""
-    wrapped = method.build("custom_class", target, model="table.Ragged", num_speculative_tokens=2)
+    wrapped = method.build("custom_class", target, model="support.table.Ragged", num_speculative_tokens=2)
     wrapped.own, wrapped.hidden_layers = own, own.hidden_layers  # type: ignore[attr-defined]
     return wrapped

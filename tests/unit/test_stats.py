@@ -45,7 +45,11 @@ RAGGED = request([0, 3, 0, 2, 3, 1], [0, 3, 0, 1, 0, 1])
 
 def test_histogram_is_length_by_accepted() -> None:
     want = np.zeros((4, 4), dtype=np.int64)
-    want[0, 0], want[3, 3], want[2, 1], want[3, 0], want[1, 1] = 2, 1, 1, 1, 1
+    want[0, 0] = 2
+    want[3, 3] = 1
+    want[2, 1] = 1
+    want[3, 0] = 1
+    want[1, 1] = 1
     assert (RAGGED.histogram() == want).all()
     wide = RAGGED.histogram(6)
     assert wide.shape == (6, 6)
@@ -131,7 +135,8 @@ def test_pooled_numbers_are_those_of_the_requests_laid_end_to_end() -> None:
     many = random_requests(7, seed=1)
     lists = ("drafted", "accepted", "emitted")
     joined = request(*([x for own in many for x in getattr(own, key)] for key in lists))
-    pooled, want = stats.pool(many), stats.request_metrics(joined)
+    pooled = stats.pool(many)
+    want = stats.request_metrics(joined)
     assert pooled["num_requests"] == 7
     assert pooled["num_output_tokens"] == want["num_emitted_tokens"] + 7, "one token of prefill for each"
     for key in want:
@@ -315,7 +320,8 @@ def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
 
 def test_a_ratio_of_rates_is_of_paired_requests() -> None:
     """Requests of very different length: the pairs agree, so there is no doubt about the ratio."""
-    amount, seconds = np.array([1.0, 10.0, 100.0] * 4), np.array([1.0, 10.0, 100.0] * 4)
+    amount = np.array([1.0, 10.0, 100.0] * 4)
+    seconds = np.array([1.0, 10.0, 100.0] * 4)
     got = stats.ratio_of_rates(amount, seconds, amount, seconds / 2)
     assert got["ratio"] == pytest.approx(2.0)
     assert (got["low"], got["high"]) == pytest.approx((2.0, 2.0))
@@ -353,7 +359,8 @@ def test_a_busy_run_says_so_and_shows_the_ratio_by_cpu_time() -> None:
 def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a forward of more tokens may be measured to take less time; it is held to take no less."""
     target = CausalLM("tiny-llama", "float32", "cpu")
-    forward, lengths = target.forward, []
+    forward = target.forward
+    lengths = []
 
     class Falling(Clock):
         def seconds(self) -> list[float]:
