@@ -5,7 +5,7 @@
     python eval/load.py method=none arrivals=trace trace=outputs/load-demo-llama-ngram-standard/requests.jsonl
 
 First turns of the tasks only. Writes, line by line while it runs, out_dir/requests.jsonl (a row per finished request) and
-steps.jsonl (a row per step of the engine), and at the end summary.json and load.png, with config.yaml. What had finished when a
+steps.jsonl (a row per step of the engine), and at the end summary.json and serving.png, with config.yaml. What had finished when a
 run was interrupted or killed stays readable; after Ctrl-C it is summarised. A run is not resumed: its clock has stopped.
 """
 
@@ -27,7 +27,10 @@ def run(cfg: Load) -> dict[str, Any]:
 
     from specdec import config
     from specdec.engine import Engine
-    from specdec.measure import records, report, serving, stats, tasks
+    from specdec.measure import logger, records, serving, stats, tasks
+    from specdec.measure.report import console
+    from specdec.measure.report import run as run_report
+    from specdec.measure.report import serving as serving_report
 
     params, speculative = cfg.sampling, cfg.speculative()
     name, scheme = speculative.resolved_method, speculative.rejection_sample_method
@@ -74,7 +77,7 @@ def run(cfg: Load) -> dict[str, Any]:
             yield arrival_s, request
 
     interrupted, exit_code, began, num_not_due = False, 0, 0.0, 0
-    with report.one_bar("requests", len(coming)) as advance:
+    with console.one_bar("requests", len(coming)) as advance:
 
         def told(turn: serving.StepRecord, _: Any) -> None:
             nonlocal began
@@ -120,18 +123,18 @@ def run(cfg: Load) -> dict[str, Any]:
     records.write_json(out_dir / "summary.json", summary)
     said = cfg.trace if cfg.arrivals == "trace" else f"{cfg.request_rate} requests/s"
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
-    plot = report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
-    report.show(report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
+    plot = serving_report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
+    console.show(serving_report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
     share = stats.wall_over_cpu([one.stats for one in served]) if target.device.type == "cpu" else None
     if reasons := stats.busy_reasons({}, {name: share}):
-        report.show(report.busy_note(reasons, None))
+        console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
-        report.show(f"lossless: NO, {verifier.name} does not keep the target's law")
+        console.show(f"lossless: NO, {verifier.name} does not keep the target's law")
     if cfg.logger.name == "wandb":
         logged = list(records.rows_in(out_dir / "requests.jsonl"))
-        where = records.to_wandb(config.plain(cfg), logged, summary | {"categories": phases}, [plot])
-        report.show(f"wandb: {where}")
-    report.show(f"written to {out_dir}")
+        where = logger.to_wandb(config.plain(cfg), logged, summary | {"categories": phases}, [plot])
+        console.show(f"wandb: {where}")
+    console.show(f"written to {out_dir}")
     if interrupted:
         later = f", {num_not_due} were not due yet" if num_not_due else ""
         print(f"interrupted: {len(served)} of {len(coming)} requests had finished, and are summarised{later}", file=sys.stderr)

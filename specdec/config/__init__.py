@@ -21,7 +21,6 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import MarkedYAMLError
 
-from specdec.checked import first_line
 from specdec.config import command_line
 from specdec.files import writing
 from specdec.script import fail, one_line
@@ -148,5 +147,5 @@ def _plain_errors() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         merged, reason = str(error).removeprefix("Error merging override ").strip(), error.__cause__
         if merged != str(error) and reason is not None:
-            raise ValueError(f"{merged} must be of the kind of its default ({first_line(reason)})") from None
+            raise ValueError(f"{merged} must be of the kind of its default ({str(reason).splitlines()[0]})") from None
         raise ValueError(str(error)) from None

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from specdec.checked import Checked, first_line, first_mistake, nearest
+from specdec.checked import Checked, first_mistake, nearest
 from specdec.config import CONF, read
 from specdec.llm import POLICY_KEYS, SpeculativeConfig
+from specdec.measure.logger import Logger
 from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -173,35 +174,6 @@ class Data(Checked):
     ]
     held_out: Number
     template_kwargs: Mapping | None
-
-
-class Logger(Checked):
-    """name: `wandb`, or `none` for files alone, which has no other key."""
-
-    what: ClassVar[str] = "logger key"
-
-    name: Literal["none", "wandb"]
-    project: Text | None = None
-    entity: Text | None = None
-    mode: Literal["online", "offline"] | None = None
-    tags: Annotated[list[str], Field(description="a list of words")] = Field([])
-
-    @model_validator(mode="after")
-    def _as_wandb_takes_it(self) -> Self:
-        """What W&B refuses is refused before the run, and not when it has ended."""
-        if self.name == "none":
-            return self
-        import wandb
-
-        for key, setting in (("project", "project"), ("entity", "entity"), ("tags", "run_tags")):
-            value = getattr(self, key)
-            try:
-                wandb.Settings(**{setting: value})
-            except ValidationError as error:
-                raise ValueError(f"logger.{key}={value!r}: {error.errors()[0]['msg']}") from None
-            except wandb.Error as error:
-                raise ValueError(f"logger.{key}={value!r}: {first_line(error)}") from None
-        return self
 
 
 class Features(Checked):
