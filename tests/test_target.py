@@ -18,8 +18,9 @@ from specdec.checkpoint import causal_lm
 from specdec.core import Request
 from specdec.drafter.base import Init
 from specdec.engine import Engine
+from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import Probe
-from specdec.model.kv import SlotCache, UnsupportedModel
+from specdec.model.kv import SlotCache
 from specdec.model.packed_linear import PackedLinear, can_pack
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -282,11 +283,11 @@ def test_what_attention_does_beside_the_interface_is_found(
     from transformers import AttentionInterface
 
     from specdec.model import contract
-    from specdec.model.kv import slot_attention
+    from specdec.model.attention import attention_interface
 
     def broken(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
         def attention(q: Any, k: Any, v: Any, **rest: Any) -> Any:
-            return slot_attention(module, q, k, v, attention_mask, **rest)
+            return attention_interface(module, q, k, v, attention_mask, **rest)
 
         return break_it(attention, query, key, value, **more)
 
