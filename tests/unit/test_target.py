@@ -270,9 +270,9 @@ def test_a_model_that_widens_its_logits_is_taken_in_16_bits(dtype: str, tmp_path
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda attention, q, k, v, **more: attention(q, k, v, **{**more, "scaling": 2 * more["scaling"]}),
-        lambda attention, q, k, v, **more: attention(q, k, v.roll(1, 2), **more),
-        lambda attention, q, k, v, **more: (attention(q, k, v, **more)[0] + v.mean(2).repeat(1, 2, 1).unsqueeze(1), None),
+        lambda interface, q, k, v, **more: interface(q, k, v, **{**more, "scaling": 2 * more["scaling"]}),
+        lambda interface, q, k, v, **more: interface(q, k, v.roll(1, 2), **more),
+        lambda interface, q, k, v, **more: (interface(q, k, v, **more)[0] + v.mean(2).repeat(1, 2, 1).unsqueeze(1), None),
     ],
     ids=["another scale", "another token's values", "the mean of all tokens"],
 )
@@ -286,10 +286,10 @@ def test_what_attention_does_beside_the_interface_is_found(
     from specdec.model.attention import attention_interface
 
     def broken(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
-        def attention(q: Any, k: Any, v: Any, **rest: Any) -> Any:
+        def interface(q: Any, k: Any, v: Any, **rest: Any) -> Any:
             return attention_interface(module, q, k, v, attention_mask, **rest)
 
-        return break_it(attention, query, key, value, **more)
+        return break_it(interface, query, key, value, **more)
 
     for name in (contract.ATTENTION, contract.PROBE):
         monkeypatch.setitem(AttentionInterface._global_mapping, name, broken)
