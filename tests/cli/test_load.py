@@ -28,8 +28,8 @@ from specdec.measure.serving import Arrival
 from specdec.measure.stats import RequestTiming
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.policy import cost
-from specdec.policy.cost import CostTable
+from specdec.policy import cost_table
+from specdec.policy.cost_table import CostTable
 from support.cli import EVAL, OFFLINE, Cli, call, contents, ended, outputs, rows_of, wait_for_lines, write_tasks
 
 SELF = ("method=draft_model", "method.model=tiny")  # drafts for itself, so at temperature 0 every draft stands
@@ -248,14 +248,14 @@ def test_survival_leaves_out_drafts_that_were_cut() -> None:
 
 def test_predicted_tokens_per_s() -> None:
     table = CostTable([1, 2], [0, 2], [[1.0, 1.5], [2.0, 4.0]], [[0.0, 0.5], [0.0, 1.0]], {})
-    got = cost.tokens_per_s(table, [0.8, 0.4], 2)
+    got = cost_table.tokens_per_s(table, [0.8, 0.4], 2)
     assert got[0] == pytest.approx([1 / 1, 1.8 / (1.25 + 0.25), 2.2 / (1.5 + 0.5)])
     assert got[1] == pytest.approx([2 / 2, 3.6 / (3 + 0.5), 4.4 / (4 + 1)])
-    assert cost.best_schedule(table, [0.8, 0.4], 2) == [[1, 1, 1], [2, 2, 1]] or cost.best_schedule(table, [0.8, 0.4], 2) == [
-        [1, 2, 1]
-    ]
+    assert cost_table.best_schedule(table, [0.8, 0.4], 2) == [[1, 1, 1], [2, 2, 1]] or cost_table.best_schedule(
+        table, [0.8, 0.4], 2
+    ) == [[1, 2, 1]]
     # drafts in half of the steps only: half of the drafting, and of the tokens to verify
-    assert cost.tokens_per_s(table, [0.4], 2, [0.5])[0] == pytest.approx([1.0, 1.4 / (1.125 + 0.125)])
+    assert cost_table.tokens_per_s(table, [0.4], 2, [0.5])[0] == pytest.approx([1.0, 1.4 / (1.125 + 0.125)])
 
 
 def test_verifying_costs_the_same_whoever_drafts() -> None:
@@ -265,7 +265,7 @@ def test_verifying_costs_the_same_whoever_drafts() -> None:
         "a": table([0, 2], [1.0, 3.0], [0.0, 5.0]),
         "b": table([0, 1, 4], [1.2, 2.4, 6.0], [0.0, 1.0, 4.0]),
     }
-    got = cost.share_verification(tables)
+    got = cost_table.share_verification(tables)
     assert got["none"].verify_s == [[1.2]]
     assert got["a"].verify_s == [[1.2, pytest.approx((3.0 + 3.6) / 2)]], "in between is as the tables have it"
     assert got["b"].verify_s == [[1.2, pytest.approx((2.0 + 2.4) / 2), 6.0]], "beyond its end a table says nothing"
@@ -596,7 +596,7 @@ def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
     )
     assert done.code == 0, done.err
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"cost.json", "cost.png", "config.yaml", "run.json"}
-    table = cost.load(tmp_path / "c" / "cost.json")
+    table = cost_table.load(tmp_path / "c" / "cost.json")
     assert (table.batch_sizes, table.draft_lengths) == ([1, 2, 3], [0, 1, 2, 3, 4])
     assert table.about["acceptance"]["survival"] == [1.0, 1.0, 1.0], "it drafts for itself"
     assert table.schedule is not None

@@ -343,7 +343,7 @@ def test_a_run_under_load_ends_with_the_code_of_its_signal(
         raise error
         yield
 
-    monkeypatch.setattr("specdec.measure.serving.send", stopped)
+    monkeypatch.setattr("specdec.measure.serving.run_open_loop", stopped)
     done = run("eval/load", "model=tiny", "limit=1", f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert (done.code, done.err.splitlines()[-1]) == (code, "interrupted before any request had finished")
 

@@ -44,8 +44,8 @@ from specdec.checkpoint import lint, native
 from specdec.config import CONF
 from specdec.drafter.base import Init
 from specdec.llm import EngineArgs, SpeculativeConfig
-from specdec.measure import report, serving, tasks
-from specdec.policy import cost
+from specdec.measure import records, serving, tasks
+from specdec.policy import cost_table
 from specdec.training import data, features
 
 ROOT = CONF.parent
@@ -798,7 +798,7 @@ def trace_cases() -> Iterator[Case]:
 
 def cost_cases() -> Iterator[Case]:
     whole = {
-        "format": cost.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0,
+        "format": cost_table.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0,
         2.0]] * 2,
         "draft_s": [[0.0, 1.0]] * 2, "about": {}, "schedule": None,
     }  # fmt: skip
@@ -823,11 +823,11 @@ def cost_cases() -> Iterator[Case]:
 
         def action(scratch: Path, content: bytes = content) -> Any:
             (scratch / "cost.json").write_bytes(content)
-            return cost.load(scratch / "cost.json")
+            return cost_table.load(scratch / "cost.json")
 
         yield Case("costs", name, action, ("cost.json",))
-    yield Case("costs", "not there", lambda scratch: cost.load(scratch / "none.json"), ("none.json",))
-    yield Case("costs", "a directory", lambda scratch: cost.load(scratch))
+    yield Case("costs", "not there", lambda scratch: cost_table.load(scratch / "none.json"), ("none.json",))
+    yield Case("costs", "a directory", lambda scratch: cost_table.load(scratch))
 
 
 SUMMARY: dict[str, Any] = {
@@ -851,8 +851,8 @@ def summary_cases() -> Iterator[Case]:
         "profile_cost": lambda directory: profile["read_run"](directory, "ngram"),
         "share": lambda directory: share["evaluated"](directory),
     }  # fmt: skip
-    hints = typing.get_type_hints(report._Summary)
-    numbers = typing.get_type_hints(report._Numbers)
+    hints = typing.get_type_hints(records.Summary)
+    numbers = typing.get_type_hints(records.Numbers)
 
     def case(reader: str, name: str, content: bytes) -> Case:
         def action(scratch: Path) -> Any:
@@ -922,7 +922,7 @@ def resume_cases() -> Iterator[Case]:
         if content:
             yield from case(kind, "requests.jsonl", content + b"\n" + tail)
     for place, (key, value) in enumerate(first.items()):
-        if key not in report._Row.model_fields:
+        if key not in records.RequestRow.model_fields:
             continue
         without = {k: v for k, v in first.items() if k != key}
         yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)

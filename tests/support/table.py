@@ -36,7 +36,7 @@ from specdec.model.contract import Contract
 from specdec.model.target import CausalLM, Output
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive, Scheduled
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
 

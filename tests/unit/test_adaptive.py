@@ -19,9 +19,9 @@ from specdec.engine import Engine
 from specdec.llm import LLM, SpeculativeConfig
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.policy import adaptive, cost
+from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from support.decoding import TABLE, decode_reference, make, outputs, prompts
 from support.stretches import TABLE as SMALL
 from support.stretches import adverse, decode, drafts_of, misfit
@@ -340,7 +340,7 @@ def test_costs_between_and_beyond_the_points() -> None:
 def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
     table = costs()
     table.save(tmp_path / "cost.json")
-    assert cost.load(tmp_path / "cost.json") == table
+    assert cost_table.load(tmp_path / "cost.json") == table
     told = json.loads((tmp_path / "cost.json").read_text())
     for change, word in (
         ({"format": "other"}, "not a file of eval/profile_cost.py"),
@@ -351,14 +351,14 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
         ({"more": 1}, "more"),
     ):
         (tmp_path / "bad.json").write_text(json.dumps(told | change))
-        one_line(lambda: cost.load(tmp_path / "bad.json"), "bad.json", word)
-    one_line(lambda: cost.load(tmp_path / "none.json"), "none.json", "cannot be read", "profile_cost")
+        one_line(lambda: cost_table.load(tmp_path / "bad.json"), "bad.json", word)
+    one_line(lambda: cost_table.load(tmp_path / "none.json"), "none.json", "cannot be read", "profile_cost")
 
 
 def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
     """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
     drafting, _ = SpeculativeConfig(**ngram(2)).build(target)
-    table = cost.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
+    table = profiling.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
     for seconds in (np.array(table.verify_s), np.array(table.draft_s)):
@@ -372,10 +372,10 @@ def test_costs_of_a_drafter_with_a_short_context(target: CausalLM, one_line: Any
     """Beyond it nothing would be drafted, and drafting would seem free."""
     given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
     drafting, _ = SpeculativeConfig(**given, max_model_len=60).build(target)
-    table = cost.measure(target, drafting, [1], repeats=1)
+    table = profiling.measure(target, drafting, [1], repeats=1)
     assert table.draft_s[0][3] > 2 * table.draft_s[0][0] + 1e-4
     drafting, _ = SpeculativeConfig(**given, max_model_len=10).build(target)
-    one_line(lambda: cost.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
+    one_line(lambda: profiling.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
 
 
 def test_a_table_never_says_nothing() -> None:
@@ -411,16 +411,16 @@ class Stubborn:
 
 
 def test_noise_is_taken_out_of_costs() -> None:
-    assert cost.trimmed_mean([5.0, 1.0, 2.0, 90.0]) == 1.5
-    assert cost.isotonic([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
-    assert cost.isotonic([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
-    assert cost.isotonic([3.0, 2.0, 1.0]) == [2, 2, 2]
+    assert profiling.trimmed_mean([5.0, 1.0, 2.0, 90.0]) == 1.5
+    assert profiling.isotonic([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
+    assert profiling.isotonic([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
+    assert profiling.isotonic([3.0, 2.0, 1.0]) == [2, 2, 2]
 
 
 def test_the_best_schedule() -> None:
     """Verification that gets dear with the batch: long drafts for one row, none for many."""
     table = CostTable([1, 8], [0, 4], [[1.0, 1.1], [1.0, 9.0]], [[0.0, 0.1], [0.0, 0.1]], {})
-    schedule = cost.best_schedule(table, [0.8, 0.6, 0.4, 0.3], 4)
+    schedule = cost_table.best_schedule(table, [0.8, 0.6, 0.4, 0.3], 4)
     assert schedule[0][:2] == [1, schedule[0][1]]
     assert schedule[0][2] == 4
     assert schedule[-1][1:] == [8, 0]

@@ -20,7 +20,7 @@ from specdec.engine import Engine
 from specdec.model.target import CausalLM, is_finite
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
 from support.table import TableLM

@@ -15,10 +15,11 @@ from specdec import method, rejection
 from specdec.core import Context, Draft, Proposer, Request, RequestStats, StatelessProposer, draft_from_lists
 from specdec.engine import MAX_PENDING_STATES, Engine
 from specdec.llm import SpeculativeConfig
-from specdec.measure import report, stats
+from specdec.measure import stats
+from specdec.measure.report import run as run_report
 from specdec.method.hybrid import Hybrid
 from specdec.params import SamplingParams
-from specdec.policy import cost
+from specdec.policy import profiling
 from support.methods import SLOTS, context, states, text, tiny
 from support.table import NUM_DRAFT, TableLM, scheme, with_models
 
@@ -244,14 +245,14 @@ def test_records_by_proposer_sum_up_to_the_whole() -> None:
 def test_the_summary_has_them_for_composed_methods_only() -> None:
     run = {str(i): own for i, own in enumerate(decoded())}
     category_of = {name: "a" if int(name) < 4 else "b" for name in run}
-    summary = report.summarize(run, {}, category_of, None)
+    summary = run_report.summarize(run, {}, category_of, None)
     for numbers in (summary["overall"], *summary["categories"].values()):
         assert sum(part["num_steps"] for part in numbers["proposers"].values()) == numbers["num_steps"]
-    assert report.proposer_table(summary).row_count == 3
+    assert run_report.proposer_table(summary).row_count == 3
     plain = RequestStats()
     plain.add(3, 2, 3, 0.1, 0.2, 1)
     assert stats.by_proposer([plain]) == {}
-    assert "proposers" not in report.summarize({"0": plain}, {}, {"0": "a"}, None)["overall"]
+    assert "proposers" not in run_report.summarize({"0": plain}, {}, {"0": "a"}, None)["overall"]
 
 
 # ---------------------------------------------------------------------------------------------------- errors
@@ -350,5 +351,5 @@ def test_drafts_of_the_costly_part_are_paid_for() -> None:
     assert draft.num_model_drafted_B.tolist() == [0, int(draft.length_B[1])]
     assert draft.scatter_rows(np.array([0, 2]), 3).num_model_drafted_B.tolist() == [0, 0, int(draft.length_B[1])]  # type: ignore[union-attr]
     assert build(NGRAM, {"method": "ngram", "prompt_lookup_min": 1}).cost_proposer is None
-    table = cost.measure(tiny(), proposer, [1], context=20, repeats=1)
+    table = profiling.measure(tiny(), proposer, [1], context=20, repeats=1)
     assert table.draft_s[0][-1] > 1e-4 + 2 * table.draft_s[0][0]

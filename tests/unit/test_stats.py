@@ -12,9 +12,10 @@ import pytest
 
 from specdec.core import RequestStats
 from specdec.engine import Clock
-from specdec.measure import records, report, stats
+from specdec.measure import records, stats
+from specdec.measure.report import run as run_report
 from specdec.model.target import CausalLM
-from specdec.policy import cost
+from specdec.policy import profiling
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "verification.json"
 SPEEDUP_CASES = json.loads(VECTORS.read_text())["speedup_cases"]
@@ -272,7 +273,7 @@ def test_the_model_at_batch_size_two_takes_draft_and_plain_step_from_whole_steps
     """Plain steps of 2 rows take 1 s, a draft 0.2 s, and three tokens come of each step: 3 / 1.2 whatever the batch size."""
     own = {str(i): request([2], [2], draft_s=0.2, verify_s=1.0, batch_size=2) for i in range(2)}
     plain = {str(i): request([0] * 3, [0] * 3, draft_s=0.0, verify_s=1.0, batch_size=2) for i in range(2)}
-    overall = report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
+    overall = run_report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
     assert overall["speedup_model"] == pytest.approx(3 / 1.2)
     assert overall["speedup"] == pytest.approx(3 / 1.2)
     assert overall["efficiency"] == pytest.approx(1.0)
@@ -292,11 +293,11 @@ def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> No
     """As one of a run by an older version; what is written of the statistics is what is looked for."""
     statistics = {field.name: [] if field.default_factory is list else 0.0 for field in dataclasses.fields(RequestStats)}
     row = {"id": "a", "category": "b", "num_prompt_tokens": 1, "output_token_ids": [1], "sampling": {}} | statistics
-    report.check_rows([row], tmp_path / "requests.jsonl")
+    records.check_rows([row], tmp_path / "requests.jsonl")
     assert records.stats_of(row) == RequestStats()
     for key in statistics:
         with pytest.raises(ValueError, match=rf"requests.jsonl, line 1: {key}.*move the file away"):
-            report.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")
+            records.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")
 
 
 def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
@@ -341,16 +342,18 @@ def test_a_busy_run_says_so_and_shows_the_ratio_by_cpu_time() -> None:
     """As reported: a plain pass that another process held up, and a category with a speedup no drafter can have."""
     own = {str(i): timed(2, 1.0, 1.0, drafted=2) for i in range(9)}
     plain = {str(i): timed(1, 3.2 if i < 3 else 0.55, 0.5) for i in range(9)}
-    summary = report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
+    summary = run_report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
     assert summary["categories"]["chat"]["speedup"] == pytest.approx(6.4)
-    reasons = report.busy_reasons(summary, "ngram", True)
+    reasons = run_report.busy_reasons(summary, "ngram", True)
     assert any(reason.startswith("speedup 6.40 of chat is above the ideal 2.00") for reason in reasons)
     assert any(reason.startswith("wall / CPU time is 1.00 of ngram, 2.87 of none") for reason in reasons)
-    assert report.busy_note(reasons, summary["overall"]["speedup_cpu"]).endswith("by CPU time the speedup is 1.00")
-    assert not any("CPU" in reason for reason in report.busy_reasons(summary, "ngram", False))
-    grid = report.table(summary | {"busy": reasons}, "title")
+    assert run_report.busy_note(reasons, summary["overall"]["speedup_cpu"]).endswith("by CPU time the speedup is 1.00")
+    assert not any("CPU" in reason for reason in run_report.busy_reasons(summary, "ngram", False))
+    grid = run_report.table(summary | {"busy": reasons}, "title")
     assert [column.header for column in grid.columns].count("by CPU time") == 1
-    assert not [column for column in report.table(summary | {"busy": []}, "title").columns if column.header == "by CPU time"]
+    assert not [
+        column for column in run_report.table(summary | {"busy": []}, "title").columns if column.header == "by CPU time"
+    ]
 
 
 def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,9 +370,9 @@ def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) 
         lengths.append(int(length_B[0]))
         return forward(cache, tokens, start_B, length_B)
 
-    monkeypatch.setattr(cost, "Clock", Falling)
+    monkeypatch.setattr(profiling, "Clock", Falling)
     monkeypatch.setattr(target, "forward", counted)
-    verify_s = cost.verify_seconds(target, 1, 4, context=8, repeats=1)
+    verify_s = profiling.verify_seconds(target, 1, 4, context=8, repeats=1)
     assert [verify_s(n) for n in (1, 2, 3, 4)] == sorted(verify_s(n) for n in (1, 2, 3, 4))
     own = request([3] * 4, [0, 1, 3, 3], draft_s=0.0)
     model = stats.predicted_speedup([own], lambda n: verify_s(n) / verify_s(1), step_s=1.0)
