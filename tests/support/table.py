@@ -345,7 +345,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             ]
         },
     },
-    "custom_class": {"own-law": _K | {"model": "support.table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
+    "custom_class": {"own-law": _K | {"model": "support.table.OwnLaw"}, "ragged": _K | {"model": "support.table.Ragged"}},
 }
 
 
