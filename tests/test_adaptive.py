@@ -20,12 +20,13 @@ from torch import Tensor
 from specdec import method
 from specdec.core import Context, Draft, Request
 from specdec.engine import Engine
-from specdec.llm import LLM, SpeculativeConfig
+from specdec.llm import LLM
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy import adaptive, cost
 from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
 from specdec.policy.cost import CostTable
+from specdec.speculative_config import SpeculativeConfig
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +353,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
 
 def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
     """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
-    drafting, _ = SpeculativeConfig(**ngram(2)).build(target)
+    drafting, _ = SpeculativeConfig(**ngram(2)).resolve().build(target)
     table = cost.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
@@ -366,10 +367,10 @@ def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
 def test_costs_of_a_drafter_with_a_short_context(target: CausalLM, one_line: Any) -> None:
     """Beyond it nothing would be drafted, and drafting would seem free."""
     given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
-    drafting, _ = SpeculativeConfig(**given, max_model_len=60).build(target)
+    drafting, _ = SpeculativeConfig(**given, max_model_len=60).resolve().build(target)
     table = cost.measure(target, drafting, [1], repeats=1)
     assert table.draft_s[0][3] > 2 * table.draft_s[0][0] + 1e-4
-    drafting, _ = SpeculativeConfig(**given, max_model_len=10).build(target)
+    drafting, _ = SpeculativeConfig(**given, max_model_len=10).resolve().build(target)
     one_line(lambda: cost.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
 
 
@@ -452,7 +453,7 @@ def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, Any], words: list[str], target: CausalLM, one_line: Any) -> None:
-    one_line(lambda: SpeculativeConfig.parse(given).build(target), *words)
+    one_line(lambda: SpeculativeConfig.parse(given).resolve().build(target), *words)
 
 
 def test_a_file_may_hold_the_schedule(tmp_path: Path, target: CausalLM, one_line: Any) -> None:

@@ -18,9 +18,9 @@ from test_exact import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
 from specdec import hub, rejection, sampling
 from specdec.core import Draft, Request
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,7 +45,7 @@ def reference(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_greedy_is_exact(architecture: str, method: str) -> None:
     target = loaded(f"tiny-{architecture}")
-    engine = Engine(target, *SpeculativeConfig(**settings(method, target)).build(target), max_batch_size=3)
+    engine = Engine(target, *SpeculativeConfig(**settings(method, target)).resolve().build(target), max_batch_size=3)
     assert decode(engine, tiny_prompts(), MAX_TOKENS) == reference(f"tiny-{architecture}")
 
 

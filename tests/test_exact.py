@@ -18,10 +18,10 @@ from specdec.config import CONF, read
 from specdec.core import Request
 from specdec.drafter.base import Init
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure import tasks
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
@@ -56,7 +56,7 @@ def drafter(name: str, target: CausalLM) -> str:
 
 
 def build(name: str, target: CausalLM, **more: Any):
-    return SpeculativeConfig(**settings(name, target, **more)).build(target)
+    return SpeculativeConfig(**settings(name, target, **more)).resolve().build(target)
 
 
 @cache

@@ -16,8 +16,8 @@ import pytest
 
 from specdec import config, method, rejection
 from specdec.config import CONF, read
-from specdec.llm import SpeculativeConfig
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training import loop
 
 ROOT = CONF.parent

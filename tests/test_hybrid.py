@@ -16,11 +16,11 @@ from torch import Tensor
 from specdec import method, rejection
 from specdec.core import Context, Draft, Proposer, Request, RequestStats, StatelessProposer, draft_from_lists
 from specdec.engine import MAX_PENDING_STATES, Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure import report, stats
 from specdec.method.hybrid import Hybrid
 from specdec.params import SamplingParams
 from specdec.policy import cost
+from specdec.speculative_config import SpeculativeConfig
 
 K = {"num_speculative_tokens": NUM_DRAFT}
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}
@@ -280,14 +280,14 @@ def test_the_summary_has_them_for_composed_methods_only() -> None:
 )
 def test_what_cannot_be_composed(given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        SpeculativeConfig(method="hybrid", **K | given).build(tiny())
+        SpeculativeConfig(method="hybrid", **K | given).resolve().build(tiny())
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_without_a_number_of_tokens() -> None:
     with pytest.raises(ValueError, match="needs num_speculative_tokens"):
-        SpeculativeConfig(method="hybrid", proposers=[NGRAM]).build(tiny())
+        SpeculativeConfig(method="hybrid", proposers=[NGRAM]).resolve().build(tiny())
 
 
 class Noting(StatelessProposer):

@@ -19,12 +19,12 @@ from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Context, Draft, Proposer, Request
 from specdec.drafter.base import Init
-from specdec.llm import SpeculativeConfig
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
 from specdec.method.ngram_gpu import NgramGpu
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "drafters.json").read_text())
 METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
@@ -269,7 +269,7 @@ def build(name: str, **more: Any) -> Proposer:
     if name == "extract_hidden_states":
         given["shared_storage_path"] = tempfile.mkdtemp()
         given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}
-    proposer, _ = SpeculativeConfig(**given | more).build(tiny())
+    proposer, _ = SpeculativeConfig(**given | more).resolve().build(tiny())
     proposer.reserve(4, SLOTS)
     return proposer
 

@@ -24,10 +24,10 @@ from transformers import AutoConfig
 from specdec import LLM, SamplingParams
 from specdec.core import Context, Policy
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure.stats import Totals
 from specdec.model import distributed, tensor_parallel
 from specdec.model.target import CausalLM
+from specdec.speculative_config import SpeculativeConfig
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 SIZE = 2
