@@ -255,7 +255,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What other modules need to know of a method beside its settings, which its constructor has. The class declares it as `facts`,
+    """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as `facts`,
     so that no module outside specdec.method names a method.
 
     drafts: false for a method that never drafts a token

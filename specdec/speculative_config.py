@@ -8,7 +8,6 @@ once, and gives a `SpeculativePlan`; whoever builds or reports something reads t
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -300,9 +299,9 @@ class SpeculativePlan:
 
     config: SpeculativeConfig
     method: str
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     scheme: str
-    scheme_params: Mapping[str, Any]
+    scheme_params: dict[str, Any]
     policy: PolicyPlan
     components: tuple[SpeculativePlan, ...] = ()
 
