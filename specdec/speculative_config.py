@@ -16,9 +16,9 @@ from specdec.checked import Checked, short_repr
 from specdec.core import Policy, Proposer
 from specdec.files import parse_json
 from specdec.model.target import CausalLM
-from specdec.policy import adaptive, cost
+from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import Adaptive, Scheduled
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from specdec.rejection import Verifier
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
@@ -227,7 +227,7 @@ class SpeculativeConfig(Checked):
             raise ValueError(
                 "cost_table is for num_speculative_tokens=auto and enable_adaptive_verification=true; leave it out, or add one"
             )
-        table = None if self.cost_table is None else cost.load(self.cost_table)
+        table = None if self.cost_table is None else cost_table.load(self.cost_table)
         return PolicyPlan(auto, adaptive_verification, self._schedule(), table)
 
     def _schedule(self) -> list[list[int]] | None:
@@ -235,7 +235,7 @@ class SpeculativeConfig(Checked):
         schedule = self.num_speculative_tokens_per_batch_size
         if isinstance(schedule, str):
             try:
-                proposed = cost.load(schedule).schedule
+                proposed = cost_table.load(schedule).schedule
             except ValueError as error:
                 given = f"num_speculative_tokens_per_batch_size={schedule!r}"
                 raise ValueError(f"{given} is no list [[first, last, K], ...], and as a file: {error}") from None
@@ -272,11 +272,11 @@ class PolicyPlan:
             return scheduled
         if self.cost_table is not None:
             table = self.cost_table
-            cost.check_fits(table, target, proposer)
+            cost_table.check_fits(table, target, proposer)
         else:
             if target.processes.is_main:
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
-            table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size))
+            table = profiling.measure(target, proposer, profiling.sizes_up_to(max_batch_size))
         auto = self.auto
         prunes = self.adaptive_verification
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, max_draft):

@@ -30,9 +30,9 @@ YAMLS = sorted(CONF.glob("*/*.yaml"))
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "files", "params", "core", "sampling", "rejection", "lock", "hub", "model", "script", "engine", "policy",
-    "checkpoint", "drafter", "measure.stats", "training.data", "training.features", "method", "llm", "measure", "training",
-    "config", "training.recipe",
+    "checked", "files", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script", "engine",
+    "policy", "checkpoint", "drafter", "measure.stats", "training.data", "training.features", "method", "speculative_config",
+    "measure", "training", "config", "training.recipe", "llm",
 )  # fmt: skip
 
 
@@ -266,12 +266,14 @@ def test_train_has_the_keys_of_its_class() -> None:
 @pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
 def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
     """The published recipe shows every key of the drafter, of how it begins and of its objective; the demo changes some."""
-    name, recipe = path.stem.removesuffix("_demo"), read(path)
+    name = path.stem.removesuffix("_demo")
+    recipe = read(path)
     trained: Any = method.find(name)
     architecture = getattr(trained, "architecture_type", None) or importlib.import_module(f"specdec.method.{name}").Architecture
     whole = path.stem == name
     for key, record in (("drafter", architecture), ("init", trained.init_type), ("objective", trained.objective_type)):
-        given, known = set(recipe.get(key, {})), set(record.model_fields)
+        given = set(recipe.get(key, {}))
+        known = set(record.model_fields)
         assert given == known if whole else given <= known, key
     assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(loop.Settings.model_fields)
 
