@@ -196,14 +196,14 @@ class SpeculativeConfig(Checked):
         inner = given.get("method")
         if inner in method.names() and method.facts(inner).composes:
             raise ValueError(f"a {inner} inside a {composed}; write its proposers into the list itself")
+        if inner in method.names() and not method.facts(inner).drafts:
+            raise ValueError(f"method {inner!r} drafts nothing; leave it out")
         for key, value in given.items():
             if key in (*POLICY_KEYS, "proposers") or key.startswith(SCHEME_PREFIXES) or value == "auto":
                 raise ValueError(f"{key}={value} is not a proposer's; give it beside the list")
         if not {"method", "model"} & set(given):
             raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")
         plan = SpeculativeConfig(**({"num_speculative_tokens": max_length} | given)).resolve()
-        if not method.facts(plan.method).drafts:
-            raise ValueError(f"method {plan.method!r} drafts nothing; leave it out")
         if "num_speculative_tokens" not in given:  # as many as the drafter was made for, up to max_length
             return replace(plan, settings={k: v for k, v in plan.settings.items() if k != "num_speculative_tokens"})
         if given["num_speculative_tokens"] > max_length:
