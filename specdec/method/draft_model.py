@@ -257,7 +257,7 @@ class DraftModel(TrainableDrafter):
         embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        names = [causal_lm.named(self.lm, part) for part in self.outside]
+        names = [causal_lm.module_name(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
         self.scale_draft_logits, bias = None, head.bias
         if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
@@ -326,7 +326,7 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
-        checkpoint = causal_lm.read(name, revision, cls.name)
+        checkpoint = causal_lm.load(name, revision, cls.name)
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)
