@@ -27,7 +27,7 @@ class Format(Protocol):
 
     PRECEDENCE: formats are tried in ascending order, and the first that recognises a directory reads it. 0: a key of
         config.json names the format. Higher: it requires less, and would also match directories of the formats before it.
-    WRITES: {method: {engine: its name in `lint.ENGINES`}} of the methods whose drafters it holds and the engines that load them.
+    WRITES: {method: {engine: its name in `lint.ENGINES`}}, the methods whose drafters it holds and the engines that load them.
     """
 
     PRECEDENCE: int

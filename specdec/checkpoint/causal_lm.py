@@ -71,12 +71,14 @@ def num_depths(config: dict[str, Any]) -> int | None:
     specdec = config.get(SPECDEC_KEY)
     value = specdec.get("num_depths") if isinstance(specdec, dict) else specdec
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{SPECDEC_KEY}.num_depths is {str(value)[:40]!r} in config.json, and should be an integer of 1 or more")
+        raise ValueError(
+            f"{SPECDEC_KEY}.num_depths is {str(value)[:40]!r} in config.json, and should be an integer of 1 or more"
+        )
     return value
 
 
 def shapes(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
-    """Name and shape of every tensor of a model, and the names that may be absent. Raises ValueError where that is not known."""
+    """Name and shape of every tensor of a model, and the names that may be absent. Raises ValueError where it is not known."""
     if config.get("quantization_config"):
         raise ValueError("quantized weights have names of their own")
     if get_checkpoint_conversion_mapping(str(config.get("model_type"))):

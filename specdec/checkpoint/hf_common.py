@@ -31,7 +31,11 @@ Shapes = dict[str, tuple[int, ...]]
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SPECDEC_KEY = "specdec"  # the key of config.json under which `write` keeps facts about the target; engines ignore it
-MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # the mask token of a drafter that drafts in one pass, in vLLM's order
+MASK_KEYS = (
+    "mask_token_id",
+    "pard_token",
+    "ptd_token_id",
+)  # the mask token of a drafter that drafts in one pass, in vLLM's order
 
 # Options of a layer, and the values with which it is the layer of this project. An absent option has that value.
 REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -72,7 +76,8 @@ FIELD_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("a word", lambda value: isinstance(value, str)),
     ),
     **dict.fromkeys(
-        ("rms_norm_eps", "rope_theta"), ("a number above 0", lambda v: _is_int(v) or (isinstance(v, float) and math.isfinite(v)))
+        ("rms_norm_eps", "rope_theta"),
+        ("a number above 0", lambda value: _is_int(value) or (isinstance(value, float) and math.isfinite(value))),
     ),
     **dict.fromkeys(
         ("hidden_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_hidden_layers",
@@ -324,7 +329,7 @@ def refuse_options(config: dict[str, Any], known: set[str], name: str) -> None:
 
 
 def geometry_of(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """The shape of a layer as the native checkpoint has it. What is absent has the default of LlamaConfig, as in the engines."""
+    """The shape of a layer as a native checkpoint has it. What is absent has the default of LlamaConfig, as in the engines."""
     hidden = integer(config, "hidden_size", name)
     heads = integer(config, "num_attention_heads", name)
     return {
@@ -409,7 +414,7 @@ def num_mtp_modules(config: dict[str, Any]) -> tuple[str, Any]:
 
 
 def check_vocabulary(tensors: dict[str, Tensor], vocab: int, name: str) -> None:
-    """Raise ValueError unless d2t maps draft ids to different tokens of the target, and t2d, if present, marks the same ones."""
+    """Raise ValueError unless d2t maps draft ids to different tokens of the target, and t2d, if present, marks the same."""
     if "d2t" not in tensors:
         return
     if tensors["d2t"].ndim != 1 or not len(tensors["d2t"]):
@@ -447,7 +452,7 @@ def target_facts(config: dict[str, Any], name: str) -> dict[str, Any]:
     target_hidden = config.get("target_hidden_size")
     if target_hidden not in (None, hidden):
         raise ValueError(
-            f"{name}: target_hidden_size={target_hidden} cannot be represented; the drafter's is {hidden}, which must be the same"
+            f"{name}: target_hidden_size={target_hidden} cannot be represented; the drafter's is {hidden}, which must be equal"
         )
     facts = {"hidden_size": hidden, "vocab_size": config.get("vocab_size")}
     for key, value in specdec.get("target", {}).items():

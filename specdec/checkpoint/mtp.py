@@ -314,9 +314,7 @@ def module_tensors(directory: Path, config: dict[str, Any]) -> dict[str, Tensor]
     """The modules' tensors under their names in the file, be they complete or not."""
     prefixes = traces(config, set(hf_common.shapes_of(directory)))
     return {
-        f"{prefix}{name}": tensor
-        for prefix in prefixes
-        for name, tensor in hf_common.read_tensors(directory, prefix).items()
+        f"{prefix}{name}": tensor for prefix in prefixes for name, tensor in hf_common.read_tensors(directory, prefix).items()
     }
 
 

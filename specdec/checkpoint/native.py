@@ -244,7 +244,7 @@ def check_sizes(config: dict[str, Any], tensors: dict[str, Tensor], name: str) -
 
 
 def fill(module: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Load the tensors into a module. Raises ValueError for a name or a shape that does not fit, and for one that is missing."""
+    """Load the tensors into a module. Raises ValueError for a name or a shape that does not fit, or that is missing."""
     assert checkpoint.tensors is not None
     state = module.state_dict()
     check_values(checkpoint.tensors, checkpoint.name)

@@ -165,7 +165,9 @@ def assemble(
     num_depths = config.get("num_depths") if num_depths is None else num_depths
     if num_depths is not None:
         if method != PEAGLE:
-            raise ValueError(f"{name}: num_depths={num_depths} is P-EAGLE's, and the weights are those of eagle3; remove the key")
+            raise ValueError(
+                f"{name}: num_depths={num_depths} is P-EAGLE's, and the weights are those of eagle3; remove the key"
+            )
         settings["num_depths"] = hf_common.integer({"num_depths": num_depths}, "num_depths", name)
 
     hf_common.check_vocabulary(tensors, vocab, name)
@@ -203,11 +205,14 @@ def layer_ids(config: dict[str, Any], num_layers: int | None, name: str) -> list
     for ids in (top, nested):
         are_ids = isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
         if ids is not None and (not are_ids or ids != sorted(set(ids))):
-            raise ValueError(f"{name}: {LAYER_IDS}={ids!r} is no ascending list of distinct layers, as engines concatenate them")
+            raise ValueError(
+                f"{name}: {LAYER_IDS}={ids!r} is no ascending list of distinct layers, as engines concatenate them"
+            )
     shifted = None if nested is None else [i + 1 for i in nested]
     if top is not None and shifted not in (None, top):
         raise ValueError(
-            f"{name}: {LAYER_IDS} is {top}, and eagle_config has {nested}, which means {shifted}; vLLM reads one, SGLang the other"
+            f"{name}: {LAYER_IDS} is {top}, and eagle_config has {nested}, which means {shifted}; vLLM reads one, SGLang the "
+            "other"
         )
     return top if top is not None else shifted
 
@@ -372,11 +377,13 @@ def check_draft_vocabulary(
         findings.error(engines, "vocabulary", f"draft_vocab_size={draft_vocab} is more than vocab_size={vocab}")
         return
     if "lm_head.weight" not in tensors:
-        text = f"draft_vocab_size={draft_vocab} of {vocab} without lm_head.weight: the target's whole output layer would be taken"
+        text = (
+            f"draft_vocab_size={draft_vocab} of {vocab} without lm_head.weight: the target's whole output layer would be taken"
+        )
         findings.error(engines, "lm_head", text)
     if "d2t" not in tensors:
-        text = f"draft_vocab_size={draft_vocab} of {vocab} without d2t: drafts would be the first {draft_vocab} ids; write the offsets"
-        findings.error(engines, "d2t", text)
+        text = f"draft_vocab_size={draft_vocab} of {vocab} without d2t: drafts would be the first {draft_vocab} ids"
+        findings.error(engines, "d2t", f"{text}; write the offsets")
         return
     d2t = tensors["d2t"]
     if d2t.is_floating_point():

@@ -194,9 +194,7 @@ def lint(directory: Path, config: dict[str, Any], findings: Findings, target: Ta
             text = f"layers.{i}.hidden_norm.weight is ignored; it is SGLang's name for a norm"
             findings.warn("speculators", "layers", text)
     layer_type = layer["model_type"]
-    sizes = raw_eagle3.Sizes(
-        hidden, target_hidden, vocab, draft_vocab, num_taps, num_layers, geometry, layer_type, flags
-    )
+    sizes = raw_eagle3.Sizes(hidden, target_hidden, vocab, draft_vocab, num_taps, num_layers, geometry, layer_type, flags)
     raw_eagle3.check_table(tensors, sizes, findings, engines, target)
 
 

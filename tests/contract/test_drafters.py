@@ -28,6 +28,7 @@ from torch import Tensor
 from specdec import hub, method, rejection
 from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint import native
+from specdec.checkpoint.hf_common import Export
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Policy, Request
 from specdec.drafter import losses, unroll
@@ -851,7 +852,7 @@ def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callab
 def merged(checkpoint: Checkpoint, directory: Path, target: CausalLM) -> dict[str, Tensor]:
     """All tensors of the directory that is written."""
     directory.mkdir()
-    shipped.write(checkpoint, directory, "vllm", target)
+    shipped.write(checkpoint, directory, Export("vllm", target))
     found = tensors_of(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == found.keys()
