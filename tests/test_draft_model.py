@@ -42,7 +42,8 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import data
 from specdec.training.features import OnlineFeatures, TokenSource
-from specdec.training.loop import Settings, fit
+from specdec.training.loop import fit
+from specdec.training.settings import Settings
 
 K, MASK = 4, 259
 KINDS: dict[str, type[DraftModel]] = {"draft_model": DraftModel, "pard": Pard}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from specdec.params import SamplingParams
 from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
 
+ROWS = [field.name for field in fields(losses.LossSums)].index("rows_K")  # column of a table of sums
 VOCAB = 320  # of the tiny models
 REDUCED = np.r_[10:200:2, 200:320]  # target ids of a draft vocabulary
 
@@ -140,7 +141,7 @@ def gradients(trained: AutoregressiveDrafter, batch: Batch, **more: Any) -> tupl
         assert (parameter.grad is not None) == parameter.requires_grad, name
         if parameter.grad is not None:
             grads[name] = parameter.grad.clone()
-    return loss.detach(), sums, grads
+    return loss.detach(), sums.table(), grads
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-5, what: str = "") -> None:
@@ -394,7 +395,7 @@ def test_every_trainable_parameter_learns(variant: str) -> None:
     steps = 1 if own.kind is Eagle else 3
     assert sums.shape == (steps, 7)
     supervised = [sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps)]
-    assert sums[:, losses.ROWS].tolist() == supervised
+    assert sums[:, ROWS].tolist() == supervised
 
 
 @pytest.mark.parametrize("variant", FEW)
@@ -453,7 +454,7 @@ def test_documents_that_end_before_the_steps_do(variant: str) -> None:
     loss, sums, grads = gradients(trained, features(trained, short))
     assert loss > 0
     assert all(torch.isfinite(grad).all() for grad in grads.values())
-    assert sums[:, losses.ROWS].tolist() == [6, 3, 1, 0, 0, 0, 0][: len(sums)]
+    assert sums[:, ROWS].tolist() == [6, 3, 1, 0, 0, 0, 0][: len(sums)]
     again = gradients(learner(variant, 3), features(trained, short))
     close([loss, sums[:3], grads], again, 1e-5)
 
@@ -472,7 +473,7 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
 
     with torch.no_grad():
         want = trained.unrolled(batch, plan)
-    first_N = torch.from_numpy(plan.first_A)
+    first_N = torch.from_numpy(plan.first_N)
     for place in (0, 1, 23, 39, 40, 41, 50, 56, 57, 60):
         token_N, hidden_NTD = batch.token_N.clone(), batch.hidden_NTD.clone()
         token_N[place] = (token_N[place] + 1) % VOCAB
@@ -491,7 +492,7 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
 def test_warmup_unrolls_one_step() -> None:
     trained = learner("eagle3-reduced", 5, ttt_warmup=0.25)
     batch = features(trained, SAMPLES)
-    whole, one = trained.loss(batch, progress=0.25)[1], trained.loss(batch, progress=0.2)[1]
+    whole, one = (trained.loss(batch, progress=progress)[1].table() for progress in (0.25, 0.2))
     assert (len(whole), len(one)) == (5, 1)
     close(one[0], whole[0])
 
@@ -503,11 +504,11 @@ def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
     plan = unroll.plan(batch.length_B, batch.mask_N, 3)
     outside = ~torch.isin(batch.argmax_N[torch.from_numpy(plan.labelled)], torch.from_numpy(REDUCED))
     assert 0 < outside.sum() < len(outside)
-    assert torch.equal(masked.teacher(batch, plan).count_Q == 0, outside)
-    assert (open_.teacher(batch, plan).count_Q == 1).all()
+    assert torch.equal(masked.teacher(batch, plan).weight_Q == 0, outside)
+    assert (open_.teacher(batch, plan).weight_Q == 1).all()
     (less, sums), (more, all_sums) = masked.loss(batch), open_.loss(batch)
     assert less < more
-    close(sums[:, 1:], all_sums[:, 1:])
+    close(sums.table()[:, 1:], all_sums.table()[:, 1:])
 
 
 def test_the_teacher_is_the_target() -> None:
@@ -535,7 +536,7 @@ def test_chains_are_counted() -> None:
     plan, rng = unroll.plan(lengths, mask_N, 3), np.random.default_rng(2)
     hits = [rng.random(len(step.supervised)) < 0.7 for step in plan.steps]
     by_row = [dict(zip(s.rows[s.supervised].tolist(), h.tolist(), strict=True)) for s, h in zip(plan.steps, hits, strict=True)]
-    for k, counted in enumerate(trained._chains([torch.from_numpy(h) for h in hits], plan).tolist()):
+    for k, counted in enumerate(torch.stack(trained._chain_sums([torch.from_numpy(h) for h in hits], plan), 1).tolist()):
         whole = [row for row in by_row[k] if all(row in step for step in by_row[:k])]
         reached = [row for row in whole if all(step[row] for step in by_row[:k])]
         assert counted == [sum(by_row[k][row] for row in reached), len(reached), len(whole)], k

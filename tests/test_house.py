@@ -18,7 +18,7 @@ from specdec import config, method, rejection
 from specdec.config import CONF, read
 from specdec.llm import SpeculativeConfig
 from specdec.params import SamplingParams
-from specdec.training import loop
+from specdec.training.settings import Settings
 
 ROOT = CONF.parent
 PACKAGE = ROOT / "specdec"
@@ -254,7 +254,7 @@ def test_costs_depend_on_sampling_parameters_that_there_are() -> None:
 
 
 def test_train_has_the_keys_of_its_class() -> None:
-    assert set(read(CONF / "train.yaml")["train"]) == set(loop.Settings.model_fields)
+    assert set(read(CONF / "train.yaml")["train"]) == set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
@@ -267,7 +267,7 @@ def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
     for key, record in (("drafter", architecture), ("init", trained.init_type), ("objective", trained.objective_type)):
         given, known = set(recipe.get(key, {})), set(record.model_fields)
         assert given == known if whole else given <= known, key
-    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(loop.Settings.model_fields)
+    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("group", ["data", "task", "logger", "model"])

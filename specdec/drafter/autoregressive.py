@@ -277,7 +277,7 @@ class AutoregressiveDrafter(Drafter):
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
         """[A, D] states for the output layer at every step, of the rows of the plan. attention: the efficient or readable
         one."""
-        token_N, first_N = batch.token_N, plan.first_A
+        token_N, first_N = batch.token_N, plan.first_N
         position_N = self._index(np.arange(len(first_N)) - first_N)
         memory: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.kv_shapes()]  # keys and values, step by step
         states = []
@@ -287,7 +287,7 @@ class AutoregressiveDrafter(Drafter):
         position, rows = position_N, self._index(plan.steps[0].rows)
         for k, step in enumerate(plan.steps):
             if k:
-                rows, kept = self._index(step.rows), self._index(step.kept)
+                rows, kept = self._index(step.rows), self._index(step.from_prev)
                 if len(step.rows) < len(hidden):
                     hidden = hidden[kept]
                     for own in memory:

@@ -58,7 +58,7 @@ class Depths(Checked):
 
 def positions(plan: unroll.Plan) -> np.ndarray:
     """Of all tokens and all mask tokens, in their documents."""
-    within_N = np.arange(len(plan.first_A)) - plan.first_A
+    within_N = np.arange(len(plan.first_N)) - plan.first_N
     return np.concatenate([within_N, *(within_N[step.rows] + d for d, step in enumerate(plan.steps[1:], 1))])
 
 
@@ -68,25 +68,25 @@ def num_masks(plan: unroll.Plan) -> int:
 
 def by_depth(state_ND: Tensor, plan: unroll.Plan) -> list[Tensor]:
     """What came out, as the states of every depth's rows."""
-    parts = state_ND.split([len(plan.first_A), *(len(step.rows) for step in plan.steps[1:])])
+    parts = state_ND.split([len(plan.first_N), *(len(step.rows) for step in plan.steps[1:])])
     return [parts[0][torch.from_numpy(plan.steps[0].rows).to(state_ND.device, non_blocking=True)], *parts[1:]]
 
 
 def in_depths(plan: unroll.Plan, attention: Any) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
     """Attention (layer, query, key, value, scaling) of rows that lie depth by depth. attention: as `unroll.attention`."""
-    num_tokens = len(plan.first_A)
+    num_tokens = len(plan.first_N)
     sizes = [num_tokens, *(len(step.rows) for step in plan.steps[1:])]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         queries, keys, values = query.split(sizes), key.split(sizes), value.split(sizes)
-        every, first_N = np.arange(num_tokens), plan.first_A
+        every, first_N = np.arange(num_tokens), plan.first_N
         out = [attention(queries[0], keys[0], values[0], [], [], every, first_N, scaling)]
         own_key: list[Tensor] = []
         own_value: list[Tensor] = []
         for d, step in enumerate(plan.steps[1:], 1):
             if d > 1:
-                assert step.kept is not None
-                kept = torch.from_numpy(step.kept).to(query.device, non_blocking=True)
+                assert step.from_prev is not None
+                kept = torch.from_numpy(step.from_prev).to(query.device, non_blocking=True)
                 own_key, own_value = [x[kept] for x in own_key], [x[kept] for x in own_value]
             own_key, own_value = [*own_key, keys[d]], [*own_value, values[d]]
             out.append(attention(queries[d], keys[0], values[0], own_key, own_value, step.rows, first_N, scaling))
