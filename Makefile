@@ -76,16 +76,16 @@ lint: $(VENV)/.done
 ## make prove       the full proof: every method, scheme and batch size on real prompts, and the long statistical tests
 prove: $(VENV)/.done
 	$(RUN) eval/prove.py
-	$(RUN) tests/malformed.py
+	$(RUN) tests/support/malformed.py
 	$(RUN) -m pytest -m prove
 
 ## make kills       20 kills at random moments of everything that writes: nothing lost, and all as in an uninterrupted run
 kills: $(VENV)/.done
-	$(RUN) tests/kills.py
+	$(RUN) tests/support/kills.py
 
 ## make malformed   malformed inputs over every door: each must end in one line (minutes)
 malformed: $(VENV)/.done
-	$(RUN) tests/malformed.py
+	$(RUN) tests/support/malformed.py
 
 ## make bench       our engine against Hugging Face's, on this machine
 bench: $(VENV)/.done
@@ -97,7 +97,7 @@ PEER_VENV ?= .venv-vllm
 PEER := $(PEER_VENV)/bin/python
 peer-vllm: $(VENV)/.done $(PEER_VENV)/.done
 	-$(MAKE) $(PEER_VENV)/.suffix
-	$(RUN) tests/peer_vllm.py --vllm $(PEER)
+	$(RUN) tests/support/peer_vllm.py --vllm $(PEER)
 
 # builds of what vLLM needs for images and sound fail beside a torch for CPUs
 $(PEER_VENV)/.done:

@@ -45,7 +45,7 @@ def main() -> None:
     began = time.monotonic()
     lines: list[tuple[str, str]] = [("machine", machine(arguments.device))]
 
-    tests = Path(__file__).resolve().parents[1] / "tests" / "test_device.py"
+    tests = Path(__file__).resolve().parents[1] / "tests" / "distribution" / "test_device.py"
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)], check=False)
     lines.append(("exactness and laws on the device", "passed" if done.returncode == 0 else f"FAILED (exit {done.returncode})"))
     for name in ("tiny", *(f"random-{shape}" for shape in arguments.shapes)):

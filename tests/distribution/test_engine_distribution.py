@@ -1,0 +1,270 @@
+"""The law of what the engine puts out above temperature 0, by chi-square: every method and scheme.
+
+The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a law that can be written
+down. So an answer is cut into stretches, each as long as what a step emits at most, and the counts of (two
+tokens before, stretch) are held against that law. A stretch begins anywhere in a step and ends in a later
+one, maybe after several. Taking many from a request spares prefills, which take most of the time here. Seeds
+are fixed.
+
+The tests can fail: broken verifiers, proposers, noise and caches go through the same function and do not fit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import method, rejection, sampling
+from specdec.core import Context, Draft, Proposer, Request, Verdict
+from specdec.params import SamplingParams
+from specdec.rejection import Verifier, block, match, standard
+from support.distributions import accepted_law, chi_square, emitted_law
+from support.stretches import LONG, PARAMS, ROWS, STRETCH, TABLE, adverse, decode, drafts_of, misfit
+from support.table import NUM_DRAFT, FirstWriteWins, OwnLaw, TableLM, joint_law, methods, proposer, scheme, schemes
+
+# laws over three tokens where block gains most, and where its details matter
+P_OF_BLOCK, Q_OF_BLOCK = [0.35, 0.32, 0.33], [0.04, 0.83, 0.13]
+
+TIMES = pytest.mark.parametrize("times", [pytest.param(1, id="short"), LONG])
+
+
+def of_law(q: list[float], num_draft: int, target: TableLM) -> Proposer:
+    """Draws every token from q."""
+    return drafts_of(TableLM.constant(q), target, num_draft=num_draft)
+
+
+def plain(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=max_tokens)
+
+
+# Every method with every lossless scheme
+
+
+@TIMES
+@pytest.mark.parametrize("name", schemes())
+@pytest.mark.parametrize("case", methods())
+def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> None:
+    requests = decode(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times)
+    assert misfit(TABLE, requests) < 1
+    drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
+    assert (drafted > 0) == (case[0] not in ("none", "extract_hidden_states"))
+    if drafted and case[1].get("model") != "same":
+        assert 0.05 < accepted / drafted < 0.95, "drafts that always stand, or never do, try little"
+
+
+@TIMES
+@pytest.mark.parametrize("name", ["standard", "block"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 1.2, "top_k": 2},
+        {"temperature": 1.2, "top_p": 0.75},
+        {"temperature": 1.2, "min_p": 0.4},
+        {"temperature": 0.9, "logit_bias": {0: -1.0, 2: 0.8}},
+        {"temperature": 0.9, "repetition_penalty": 1.6},
+        {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    ],
+    ids=lambda given: list(given)[1],
+)
+def test_joint_law_of_sampling_parameters(given: dict[str, Any], name: str, times: int) -> None:
+    """`match` is not here: with every parameter it gives what `none` gives, see test_engine.py."""
+    penalises = "penalty" in list(given)[1]
+    params = SamplingParams(**given, max_tokens=STRETCH if penalises else 16 * STRETCH)
+    law = joint_law(TABLE, [0, 1], params, STRETCH)
+    without = joint_law(TABLE, [0, 1], SamplingParams(temperature=params.temperature), STRETCH)
+    assert float((law - without).abs().sum()) / 2 > 0.1, "the parameter hardly matters here"
+    num_requests = 1800 if penalises else 400
+    assert misfit(TABLE, decode(TABLE, adverse(), scheme(name), params, num_requests * times)) < 1
+
+
+@TIMES
+@pytest.mark.parametrize("name", schemes())
+def test_joint_law_of_many_rounds(name: str, times: int) -> None:
+    """Six tokens of a coin that the drafter has the wrong way round, K = 2: two to six rounds."""
+    target = TableLM.constant([0.3, 0.7])
+    requests = decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256 * times)
+    assert misfit(target, requests, 6) < 1
+
+
+@TIMES
+@pytest.mark.parametrize("name", schemes())
+def test_joint_law_of_an_adverse_drafter(name: str, times: int) -> None:
+    """Sixteen tokens, likeliest where the target's are rarest."""
+    weight = np.geomspace(1, 30, 16)
+    p, q = (weight / weight.sum()).tolist(), (weight[::-1] / weight.sum()).tolist()
+    target = TableLM.constant(p)
+    requests = decode(target, of_law(q, 2, target), scheme(name), plain(2 * 40), 256 * times)
+    assert misfit(target, requests, 2) < 1
+
+
+# Broken ones, which must not fit
+
+
+def resample_from_p(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`standard` that forgets what a rejection says about the token."""
+    verdict = standard.verify(draft, p_BJV, u_BJ)
+    p_BV = p_BJV[torch.arange(len(p_BJV)), verdict.num_accepted_B]
+    return Verdict(verdict.num_accepted_B, sampling.inverse_cdf(p_BV, u_BJ[:, -1]))
+
+
+def accept_too_much(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`standard` that accepts up to 1.4 p / q."""
+    return standard.verify(draft, p_BJV, torch.cat([u_BJ[:, :-1] / 1.4, u_BJ[:, -1:]], 1))
+
+
+def block_without_p_tau(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`block` whose residual is that of `standard`."""
+    verdict = block.verify(draft, p_BJV, u_BJ)
+    residual_BV = standard.residual(draft, p_BJV, verdict.num_accepted_B)
+    return Verdict(verdict.num_accepted_B, sampling.inverse_cdf(residual_BV, u_BJ[:, -1]))
+
+
+def match_with_a_second_look(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """`match` that draws the extra token anew, and so may draw what it has just refused."""
+    num_accepted_B = match.verify(draft, p_BJV, u_BJ).num_accepted_B
+    p_BV = p_BJV[torch.arange(len(p_BJV)), num_accepted_B]
+    return Verdict(num_accepted_B, sampling.inverse_cdf(p_BV, (u_BJ[:, 0] * 7919) % 1))
+
+
+@pytest.mark.parametrize(
+    ("verify", "keyed_by"),
+    [(resample_from_p, "step"), (accept_too_much, "step"), (match_with_a_second_look, "position")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str) -> None:
+    assert misfit(TABLE, decode(TABLE, adverse(), Verifier("broken", True, keyed_by, verify))) > 1
+
+
+@pytest.mark.parametrize(
+    ("verify", "keyed_by", "fits"),
+    [
+        (block.verify, "step", True),
+        (block_without_p_tau, "step", False),
+        # the noise of a position that a round looked at and did not commit is not fresh to the next round
+        (block.verify, "position", False),
+    ],
+    ids=["sound", "no-p-tau", "by-position"],
+)
+def test_broken_block_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str, fits: bool) -> None:
+    """On laws for which the scale of the residual matters (over two tokens it never does)."""
+    target = TableLM.constant(P_OF_BLOCK)
+    drafting, verifier = of_law(Q_OF_BLOCK, 2, target), Verifier("maybe", True, keyed_by, verify)
+    assert (misfit(target, decode(target, drafting, verifier, plain(3 * 120), 128), 3) < 1) == fits
+
+
+@pytest.mark.parametrize("name", ["standard", "block"])
+def test_noise_that_draws_and_judges_does_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coin of `test_joint_law_of_many_rounds`, which fits there."""
+    monkeypatch.setattr(sampling, "DRAFT", sampling.VERIFY)
+    target = TableLM.constant([0.3, 0.7])
+    requests = decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256)
+    assert misfit(target, requests, 6) > 1
+
+
+class WrongLaw(OwnLaw):
+    """Says that it drew from a sharper law than it did."""
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        assert draft.q_BKV is not None
+        draft.q_BKV = (3 * draft.q_BKV.log()).softmax(-1)
+        return draft
+
+
+class Peeking(OwnLaw):
+    """Takes a token back if it is not to its liking: the length then tells what the token was."""
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        liked_BK = draft.token_BK != 1
+        draft.length_B = draft.length_B.minimum(liked_BK.long().cumprod(-1).sum(-1))
+        return draft
+
+
+@pytest.mark.parametrize("name", ["standard", "block"])
+@pytest.mark.parametrize("proposing", [WrongLaw, Peeking])
+def test_broken_proposers_do_not_fit(proposing: type, name: str) -> None:
+    model = f"{__name__}.{proposing.__name__}"
+    drafting = method.build("custom_class", TABLE, model=model, num_speculative_tokens=NUM_DRAFT)
+    assert misfit(TABLE, decode(TABLE, drafting, scheme(name))) > 1
+
+
+def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request per row, so that nothing else wants overwriting: `none` does not notice, a drafter does."""
+    target, params = TableLM.random(3, scale=0.7), PARAMS.model_copy(update={"max_tokens": 60 * STRETCH})
+
+    def of(drafting: Proposer) -> float:
+        return misfit(target, decode(target, drafting, scheme("standard"), params, ROWS))
+
+    monkeypatch.setattr(target, "new_cache", FirstWriteWins)
+    assert of(method.build("none", target)) < 1
+    assert of(adverse()) > 1
+    monkeypatch.undo()
+    assert of(adverse()) < 1
+
+
+# How much stands
+
+
+def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarray:
+    """Accepted tokens of every step with a full draft. Whether it is full was known before it was drawn."""
+    steps = [step for r in requests for step in zip(r.stats.drafted, r.stats.accepted, strict=True)]
+    return np.array([accepted for drafted, accepted in steps if drafted == num_draft])
+
+
+def test_acceptance_is_what_the_laws_say() -> None:
+    """K = 2, laws without context: how much stands has a law, too. Block beats standard beats match."""
+    p, q = P_OF_BLOCK, Q_OF_BLOCK
+    prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
+    tables = dict.fromkeys(prefixes, p), dict.fromkeys(prefixes, q)
+    overlap = sum(a * b for a, b in zip(p, q, strict=True))
+    law = {"match": torch.tensor([1 - overlap, overlap * (1 - overlap), overlap**2])}
+    law |= {name: accepted_law(emitted_law(scheme(name), *tables, 3, 2), 2) for name in ("standard", "block")}
+
+    target, mean = TableLM.constant(p), {}
+    for name, law_J in law.items():
+        requests = decode(target, of_law(q, 2, target), scheme(name), plain(300), ROWS)
+        accepted = accepted_of_full_drafts(requests, 2)
+        statistic, threshold = chi_square(torch.from_numpy(np.bincount(accepted, minlength=3)), law_J)
+        assert statistic < threshold, name
+        mean[name] = accepted.mean()
+        assert abs(mean[name] - float(law_J @ torch.arange(3.0, dtype=law_J.dtype))) < 0.03, name
+    assert mean["match"] + 0.1 < mean["standard"] < mean["block"] - 0.01
+
+
+@pytest.mark.parametrize("name", schemes())
+@pytest.mark.parametrize("how", ["probabilistic", "greedy"])
+def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
+    """Where q is p, everything stands if the drafter's cache is right at every step (but under match)."""
+    temperature = 0.8 if how == "probabilistic" else 0.0
+    params = SamplingParams(temperature=temperature, max_tokens=40)
+    requests = decode(TABLE, drafts_of("same", TABLE, how), scheme(name), params, 40, rows=8)
+    stands = [r.stats.accepted == r.stats.drafted for r in requests]
+    assert all(stands) == (temperature == 0 or name != "match")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"synthetic_acceptance_rates": [0.8, 0.5, 0.2]}, [0.8, 0.5, 0.2]),
+        ({"synthetic_acceptance_length": 2.4}, [1.0, 0.4, 0.0]),
+    ],
+    ids=["rates", "length"],
+)
+def test_synthetic_rates_are_reached(given: dict[str, Any], rates: list[float], temperature: float) -> None:
+    """Whatever the drafter is worth: one that is the target, one that is its contrary."""
+    params = SamplingParams(temperature=temperature, max_tokens=100)
+    verifier = rejection.build("synthetic", NUM_DRAFT, **given)
+    for drafter in ("same", "negated"):
+        requests = decode(TABLE, drafts_of(drafter, TABLE), verifier, params, 512, rows=512)
+        accepted = accepted_of_full_drafts(requests, NUM_DRAFT)
+        assert len(accepted) > 15_000
+        reached = [(accepted > i).mean() for i in range(NUM_DRAFT)]
+        assert np.abs(np.array(reached) - rates).max() < 1e-2

@@ -1,0 +1,100 @@
+"""Greedy decoding in float32 gives Hugging Face's tokens, whatever drafts, however many rows: every file in conf/method."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import hub
+from specdec.core import Request
+from specdec.engine import Engine
+from specdec.llm import SpeculativeConfig
+from specdec.measure import tasks
+from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
+from support.methods import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
+from support.targets import loaded
+
+
+def build(name: str, target: CausalLM, **more: Any):
+    return SpeculativeConfig(**settings(name, target, **more)).build(target)
+
+
+@cache
+def theirs(path: Path):
+    # eager: in transformers 5.17 the sdpa path leaves out the soft cap of Gemma 2
+    return hub.load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def generate(target: CausalLM, prompt: list[int], max_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = theirs(target.path).generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", hub.TINY)
+@pytest.mark.parametrize("method", METHODS)
+def test_tiny(architecture: str, method: str) -> None:
+    target, prompts = loaded(f"tiny-{architecture}"), tiny_prompts()
+    want = [generate(target, ids, most) for ids, most in zip(prompts, MAX_TOKENS, strict=True)]
+    for batch_size in (1, 3, 8):
+        engine = Engine(target, *build(method, target), max_batch_size=batch_size, prefill_chunk_size=64)
+        assert decode(engine, prompts, MAX_TOKENS) == want, f"batch size {batch_size}"
+
+
+@pytest.mark.parametrize("scheme", ["block", "match"])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_lossless_schemes_on_tiny(method: str, scheme: str) -> None:
+    target, prompts = loaded("tiny-llama"), tiny_prompts()
+    want = [generate(target, ids, most) for ids, most in zip(prompts, MAX_TOKENS, strict=True)]
+    engine = Engine(target, *build(method, target, rejection_sample_method=scheme), max_batch_size=3)
+    assert decode(engine, prompts, MAX_TOKENS) == want
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("method", METHODS)
+def test_smollm2(method: str) -> None:
+    """Real prompts, one of them a second turn, one longer than a prefill chunk."""
+    target = loaded(hub.DEFAULT)
+    prompts = smollm2_prompts(target)
+    max_tokens = [24, 16, 24, 8]
+    want = smollm2_reference(tuple(max_tokens))
+    for batch_size in (1, 3):
+        engine = Engine(target, *build(method, target), max_batch_size=batch_size, prefill_chunk_size=64)
+        assert decode(engine, prompts, max_tokens) == want, f"batch size {batch_size}"
+
+
+def smollm2_prompts(target: CausalLM) -> list[list[int]]:
+    chosen = {task.id: task for task in tasks.load(tasks.DEMO)}
+    first = [tasks.prompt_ids(target.tokenizer, [chosen[i].turns[0]], []) for i in ("chat-02", "code-03", "extraction-01")]
+    two_turns = next(task for task in chosen.values() if len(task.turns) > 1)
+    return [*first, tasks.prompt_ids(target.tokenizer, list(two_turns.turns[:2]), ["Of course. Speak to them kindly."])]
+
+
+@cache
+def smollm2_reference(max_tokens: tuple[int, ...]) -> list[list[int]]:
+    target = loaded(hub.DEFAULT)
+    return [generate(target, ids, most) for ids, most in zip(smollm2_prompts(target), max_tokens, strict=True)]
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "none"])
+def test_match_is_plain_sampling_on_smollm2(method: str) -> None:
+    """At temperature 0.8, token for token, though the forwards have other shapes: rows do not depend on their company."""
+    target = loaded(hub.DEFAULT)
+    more = {"draft_sample_method": "probabilistic"} if method == "draft_model" else {}
+    outputs = []
+    for name, scheme, extra in (("none", "standard", {}), (method, "match", more)):
+        engine = Engine(target, *build(name, target, rejection_sample_method=scheme, **extra), max_batch_size=3)
+        requests = [
+            Request(str(i), ids, SamplingParams(temperature=0.8, max_tokens=24), seed=i)
+            for i, ids in enumerate(smollm2_prompts(target))
+        ]
+        outputs.append({request.id: request.output_token_ids for request in engine.run(requests)})
+    assert outputs[0] == outputs[1]

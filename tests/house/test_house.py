@@ -1,0 +1,307 @@
+"""The rules of the house that a machine can check: imports run downwards, groups mirror files, names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import config, method, rejection
+from specdec.config import CONF, read
+from specdec.llm import SpeculativeConfig
+from specdec.params import SamplingParams
+from specdec.training.settings import Settings
+
+ROOT = CONF.parent
+PACKAGE = ROOT / "specdec"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).rglob("*.py"))
+MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML file
+YAMLS = sorted(CONF.glob("*/*.yaml"))
+
+# A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
+# A module that is not here fails the test: it needs a place.
+ORDER = (
+    "checked", "files", "params", "core", "sampling", "rejection", "lock", "hub", "model", "script", "engine", "policy",
+    "checkpoint", "drafter", "measure.stats", "training.data", "training.features", "method", "llm", "measure", "training",
+    "config", "training.recipe",
+)  # fmt: skip
+
+
+def short(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, full dotted name) of everything that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{short(path)}:{node.lineno}: a relative import hides where it leads"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def place(name: str) -> str | None:
+    """The longest entry of ORDER that a dotted name begins with; None for other packages and for the version."""
+    parts = name.split(".")
+    if parts[0] != "specdec" or len(parts) == 1 or parts[1].startswith("__"):
+        return None
+    inner = parts[1:]
+    return next((entry for n in range(len(inner), 0, -1) if (entry := ".".join(inner[:n])) in ORDER), inner[0])
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+# ------------------------------------------------------------------------------------------------ imports
+
+
+def test_every_module_has_a_place() -> None:
+    assert {place(module_name(path)) for path in MODULES} - {None} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=short)
+def test_imports_run_downwards(path: Path) -> None:
+    entry = place(module_name(path))
+    if entry is None:
+        return  # the front door imports the rest when it is asked for
+    lower = {None, *ORDER[: ORDER.index(entry) + 1]}
+    upward = [(line, name) for line, name in imports(path) if place(name) not in lower]
+    assert not upward, f"{short(path)} may import {lower} only"
+
+
+@pytest.mark.parametrize("group", MIRRORED)
+def test_files_of_a_group_do_not_know_each_other_in_a_circle(group: str) -> None:
+    """A scheme may lean on another's functions (`block` on `standard`), but not the other way round too."""
+    seen: dict[str, set[str]] = {}
+    for path in (PACKAGE / group).glob("*.py"):
+        names = {name.split(".")[2] for _, name in imports(path) if name.startswith(f"specdec.{group}.")}
+        seen[path.stem] = {name for name in names if (PACKAGE / group / f"{name}.py").exists()}
+    while leaves := {name for name, uses in seen.items() if not uses & set(seen)}:
+        seen = {name: uses for name, uses in seen.items() if name not in leaves}
+    assert not seen, f"a circle among {sorted(seen)}"
+
+
+def test_the_library_never_imports_a_script_or_a_test() -> None:
+    scripts = {path.stem for path in SCRIPTS} | {"eval", "train", "tests", "support"}
+    for path in MODULES:
+        for line, name in imports(path):
+            assert name.split(".")[0] not in scripts, f"{short(path)}:{line} imports {name}"
+
+
+def test_hydra_is_imported_by_config_and_scripts_only() -> None:
+    for path in MODULES:
+        if path == PACKAGE / "config.py":
+            continue
+        for line, name in imports(path):
+            assert name.split(".")[0] not in ("hydra", "omegaconf"), f"{short(path)}:{line} imports {name}"
+
+
+def test_scripts_shadow_nothing() -> None:
+    """`python eval/x.py` puts eval/ first on the path: a script named like a module would be taken for it."""
+    taken = set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions())
+    assert {"run", "compare", "bench"} <= {path.stem for path in SCRIPTS}
+    shadows = [short(path) for path in SCRIPTS if path.stem in taken and path.stem != "__init__"]
+    assert not shadows
+
+
+def test_a_script_does_its_work_when_called_not_when_imported() -> None:
+    for path in SCRIPTS:
+        assert "__main__" in path.read_text(), f"{short(path)} has no main guard"
+
+
+# ------------------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=short)
+def test_name_is_the_stem(path: Path) -> None:
+    if path.parent.name == "experiment":
+        assert "@package _global_" in path.read_text().splitlines()[0], "it sets keys of other groups"
+        return
+    assert read(path)["name"] == path.stem
+
+
+@pytest.mark.parametrize("group", MIRRORED)
+def test_a_yaml_for_every_file_and_a_file_for_every_yaml(group: str) -> None:
+    files = {path.stem for path in (PACKAGE / group).glob("*.py")} - {"__init__"}
+    assert {path.stem for path in (CONF / group).glob("*.yaml")} == files
+    assert importlib.import_module(f"specdec.{group}").names() == sorted(files)
+
+
+@pytest.mark.parametrize("path", [path for path in YAMLS if path.parent.name in MIRRORED], ids=short)
+def test_keys_of_method_and_rejection_are_those_of_speculative_config(path: Path) -> None:
+    """One schema, not two: what a YAML offers, the JSON object takes under the same name."""
+    keys = set(read(path)) - {"name"}
+    assert keys <= set(SpeculativeConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", method.names())
+def test_a_method_is_one_class_with_propose(name: str) -> None:
+    module = importlib.import_module(f"specdec.method.{name}")
+    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    proposers = [c for c in own if callable(getattr(c, "propose", None))]
+    assert len(proposers) == 1
+    assert method.find(name) is proposers[0]
+    for attribute in ("hidden_layers", "needs_logits", "on_start", "on_finish", "reserve", "bytes_to_grow"):
+        assert hasattr(proposers[0], attribute), f"{name} lacks {attribute} of core.Proposer"
+
+
+@pytest.mark.parametrize("name", method.names())
+def test_the_settings_of_a_method_are_what_its_yaml_lists(name: str) -> None:
+    """The constructor is the schema: the YAML shows every setting, and none that the constructor lacks. parallel_drafting, as
+    vLLM has it, says that another method is meant."""
+    assert set(read(CONF / "method" / f"{name}.yaml")) - {"name", "parallel_drafting"} == set(method.settings(name))
+
+
+@pytest.mark.parametrize("name", rejection.names())
+def test_a_scheme_says_what_it_is(name: str) -> None:
+    module = importlib.import_module(f"specdec.rejection.{name}")
+    assert isinstance(module.lossless, bool)
+    assert module.keyed_by in ("step", "position")
+    parameters = list(inspect.signature(module.verify).parameters)
+    assert parameters[:3] == ["draft", "p_BJV", "u_BJ"]
+    assert inspect.getdoc(module.verify), "a public function has a docstring"
+
+
+# -------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("path", MODULES + SCRIPTS, ids=short)
+def test_a_module_says_what_it_is(path: Path) -> None:
+    assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
+
+
+def test_no_room_for_everything() -> None:
+    drawers = {"utils", "util", "common", "helpers", "misc"}
+    for path in MODULES + SCRIPTS:
+        assert not drawers & set(path.relative_to(ROOT).with_suffix("").parts), short(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                vague = node.name.startswith("Base") or node.name.endswith("Manager")
+                assert not vague, f"{short(path)}: the name {node.name} does not say what the class is"
+
+
+# --------------------------------------------------------------------------------------- doors to what others wrote
+
+
+def parsed() -> Iterator[tuple[str, ast.AST]]:
+    """Every file of the tree that holds Python, notebooks too."""
+    for folder in ("specdec", "eval", "train", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield short(path), ast.parse(path.read_text())
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = [cell["source"] for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        yield short(path), ast.parse("\n".join("".join(source) for source in cells))
+
+
+def unsafe(call: ast.Call) -> str | None:
+    """What a call may run or unpickle that came with a model; None for any other call."""
+    name = ast.unparse(call.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name in ("torch.load", "joblib.load", "np.load", "numpy.load", "yaml.load"):
+        return f"{name} unpickles"
+    if not name.endswith(".from_pretrained") or name.startswith(("GenerationConfig.", "speculators.")):
+        return None  # the first reads JSON alone; the second reads what a test has just written, and has no such options
+    if given.get("trust_remote_code") != "False":
+        return f"{name} without trust_remote_code=False"
+    if "Model" in name and given.get("use_safetensors") != "True" and "gguf_file" not in given:
+        return f"{name} without use_safetensors=True"
+    return None
+
+
+def test_nothing_of_a_model_is_unpickled_or_run() -> None:
+    """`hub.load_model`, `load_tokenizer` and `load_config` are the doors of whoever needs no CausalLM."""
+    found = [
+        (where, said)
+        for where, tree in parsed()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (said := unsafe(node))
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("AutoModelForCausalLM.from_pretrained(path)", "trust_remote_code"),
+        ("transformers.AutoModel.from_pretrained(path, trust_remote_code=False)", "use_safetensors"),
+        ("AutoTokenizer.from_pretrained(path, trust_remote_code=True)", "trust_remote_code"),
+        ("torch.load(path)", "unpickles"),
+    ],
+)
+def test_an_open_door_is_found(line: str, words: str) -> None:
+    call = ast.parse(line).body[0].value  # type: ignore[attr-defined]
+    assert words in (unsafe(call) or "")
+
+
+# ------------------------------------------------------------------------------------------- a YAML mirrors its class
+
+
+@pytest.mark.parametrize("name", ["eval", "load", "choose"])
+def test_sampling_has_the_keys_of_its_class(name: str) -> None:
+    """All of them: what is not in the YAML cannot be said on the command line."""
+    per_request = {"speculative_config"}  # of a request among others; a run has its own
+    keys = {*SamplingParams.model_fields, *SamplingParams.aliases} - per_request
+    assert set(read(CONF / f"{name}.yaml")["sampling"]) == keys
+
+
+def test_costs_depend_on_sampling_parameters_that_there_are() -> None:
+    assert set(read(CONF / "profile_cost.yaml")["sampling"]) <= set(SamplingParams.model_fields)
+
+
+def test_train_has_the_keys_of_its_class() -> None:
+    assert set(read(CONF / "train.yaml")["train"]) == set(Settings.model_fields)
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
+def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
+    """The published recipe shows every key of the drafter, of how it begins and of its objective; the demo changes some."""
+    name, recipe = path.stem.removesuffix("_demo"), read(path)
+    trained: Any = method.find(name)
+    architecture = getattr(trained, "architecture_type", None) or importlib.import_module(f"specdec.method.{name}").Architecture
+    whole = path.stem == name
+    for key, record in (("drafter", architecture), ("init", trained.init_type), ("objective", trained.objective_type)):
+        given, known = set(recipe.get(key, {})), set(record.model_fields)
+        assert given == known if whole else given <= known, key
+    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(Settings.model_fields)
+
+
+@pytest.mark.parametrize("group", ["data", "task", "logger", "model"])
+def test_choices_of_a_group_have_the_same_keys(group: str) -> None:
+    """What reads the group knows one set of keys; a choice that does nothing (logger=none) may lack them."""
+    keys = [set(read(path)) for path in sorted((CONF / group).glob("*.yaml"))]
+    own = {"size", "sizes", "shape", "architecture"} if group == "model" else set()
+    several = [each - own for each in keys if each != {"name"}]
+    assert all(each == several[0] for each in several)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=short)
+def test_a_key_whose_default_says_no_type_has_one(path: Path) -> None:
+    """null may become anything; what it must be is in config.TYPES, or in the schema of methods."""
+
+    def nulls(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from nulls(value, f"{prefix}{key}.")
+            elif value is None:
+                yield f"{prefix}{key}"
+
+    trees = [(read(path), "")] + [
+        (read(group), f"{group.parent.name}.") for group in YAMLS if group.parent.name != "experiment"
+    ]
+    for tree, prefix in trees:
+        tree.pop("hydra", None)
+        tree.pop("defaults", None)
+        for key in nulls(tree, prefix):
+            group, _, name = key.partition(".")
+            assert key in config.TYPES or (group in ("method", "rejection") and name in SpeculativeConfig.model_fields), key

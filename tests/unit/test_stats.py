@@ -1,0 +1,389 @@
+"""Counting: every ratio by hand on small histograms, and the cost model against its vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.core import RequestStats
+from specdec.engine import Clock
+from specdec.measure import records, report, stats
+from specdec.model.target import CausalLM
+from specdec.policy import cost
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "verification.json"
+SPEEDUP_CASES = json.loads(VECTORS.read_text())["speedup_cases"]
+
+
+def request(
+    drafted: list[int],
+    accepted: list[int],
+    emitted: list[int] | None = None,
+    draft_s: float = 1.0,
+    verify_s: float = 2.0,
+    batch_size: int = 1,
+) -> RequestStats:
+    """A request's lists; unless told, a step emits what it accepted and one token more."""
+    own = RequestStats(decode_s=10.0)
+    for d, a, e in zip(drafted, accepted, emitted or [a + 1 for a in accepted], strict=True):
+        own.add(d, a, e, draft_s, verify_s, batch_size)
+    return own
+
+
+# Ragged drafts and steps without any: lengths 0, 3, 0, 2, 3, 1; accepted 0, 3, 0, 1, 0, 1.
+RAGGED = request([0, 3, 0, 2, 3, 1], [0, 3, 0, 1, 0, 1])
+
+
+# ------------------------------------------------------------------------------------------------- derive
+
+
+def test_histogram_is_length_by_accepted() -> None:
+    want = np.zeros((4, 4), dtype=np.int64)
+    want[0, 0], want[3, 3], want[2, 1], want[3, 0], want[1, 1] = 2, 1, 1, 1, 1
+    assert (RAGGED.histogram() == want).all()
+    wide = RAGGED.histogram(6)
+    assert wide.shape == (6, 6)
+    assert (wide[:4, :4] == want).all()
+    assert wide.sum() == want.sum()
+
+
+def test_every_number_of_a_ragged_request_by_hand() -> None:
+    got = stats.request_metrics(RAGGED)
+    assert got["num_steps"] == 6
+    assert got["num_drafts"] == 4, "steps without a draft are steps, not drafts"
+    assert got["num_draft_tokens"] == 0 + 3 + 0 + 2 + 3 + 1
+    assert got["num_accepted_tokens"] == 3 + 1 + 0 + 1
+    assert got["num_emitted_tokens"] == 5 + 6
+    assert got["num_output_tokens"] == 5 + 6 + 1, "prefill yields a token that belongs to no step"
+    assert got["mean_acceptance_length"] == 1 + 5 / 4
+    assert got["tokens_per_step"] == 11 / 6
+    assert got["draft_acceptance_rate"] == 5 / 9
+    assert got["decode_tokens_per_s"] == 11 / 10.0
+    assert got["acceptance_histogram"] == RAGGED.histogram().tolist()
+
+
+def test_unconditional_and_conditional_rates_have_counts_of_their_own() -> None:
+    """Position 1, the second: two drafts got there with a token to judge (lengths 3 and 2), one was accepted.
+    The draft of length 1 never had a second token: it counts against the unconditional rate only."""
+    got = stats.acceptance_metrics(RAGGED.histogram(), 11)
+    assert got["num_accepted_per_position"] == [3, 1, 1]
+    assert got["num_reached_per_position"] == [4, 2, 1]
+    assert got["acceptance_rate_per_position"] == [3 / 4, 1 / 4, 1 / 4]
+    assert got["conditional_acceptance_per_position"] == [3 / 4, 1 / 2, 1.0]
+
+
+def test_with_full_drafts_conditional_rates_are_ratios_of_unconditional_ones() -> None:
+    got = stats.acceptance_metrics(request([3] * 8, [0, 1, 1, 2, 2, 2, 3, 3]).histogram(), 22)
+    rates = got["acceptance_rate_per_position"]
+    assert rates == [7 / 8, 5 / 8, 2 / 8]
+    ratios = [rate / before for rate, before in zip(rates, [1.0, *rates], strict=False)]
+    assert got["conditional_acceptance_per_position"] == pytest.approx(ratios)
+    # E of a step is 1 + the sum of the unconditional rates, and that is vLLM's mean acceptance length
+    assert stats.expected_tokens(rates) == pytest.approx(got["mean_acceptance_length"])
+
+
+def test_a_rate_without_a_count_is_none() -> None:
+    never_second = stats.acceptance_metrics(request([2, 2], [0, 0]).histogram(), 2)
+    assert never_second["conditional_acceptance_per_position"] == [0.0, None]
+    assert never_second["acceptance_rate_per_position"] == [0.0, 0.0]
+
+    no_drafts = stats.acceptance_metrics(request([0, 0], [0, 0]).histogram(), 2)
+    assert no_drafts["draft_acceptance_rate"] is None
+    assert no_drafts["acceptance_rate_per_position"] == []
+    assert no_drafts["mean_acceptance_length"] == 1.0
+    assert no_drafts["tokens_per_step"] == 1.0
+
+    no_steps = stats.request_metrics(RequestStats())
+    assert no_steps["num_steps"] == 0
+    assert no_steps["tokens_per_step"] is None
+    assert no_steps["decode_tokens_per_s"] is None
+    assert no_steps["num_output_tokens"] == 1
+
+
+def test_a_stop_inside_a_draft_emits_less_than_accepted_plus_one() -> None:
+    """The second of three accepted tokens was the eos: two count as accepted, two are emitted, no bonus."""
+    got = stats.request_metrics(request([4, 3], [1, 2], emitted=[2, 2]))
+    assert got["num_accepted_tokens"] == 3
+    assert got["num_emitted_tokens"] == 4
+    assert got["tokens_per_step"] == 2.0
+    assert got["mean_acceptance_length"] == 1 + 3 / 2
+
+
+# ------------------------------------------------------------------------------------------ many requests
+
+
+def random_requests(count: int, seed: int) -> list[RequestStats]:
+    rng = np.random.default_rng(seed)
+    many = []
+    for _ in range(count):
+        drafted = rng.integers(0, 6, rng.integers(1, 9))
+        many.append(request(drafted.tolist(), [int(rng.integers(0, d + 1)) for d in drafted]))
+    return many
+
+
+def test_pooled_numbers_are_those_of_the_requests_laid_end_to_end() -> None:
+    many = random_requests(7, seed=1)
+    lists = ("drafted", "accepted", "emitted")
+    joined = request(*([x for own in many for x in getattr(own, key)] for key in lists))
+    pooled, want = stats.pool(many), stats.request_metrics(joined)
+    assert pooled["num_requests"] == 7
+    assert pooled["num_output_tokens"] == want["num_emitted_tokens"] + 7, "one token of prefill for each"
+    for key in want:
+        if key not in ("num_output_tokens", "decode_tokens_per_s"):
+            assert pooled[key] == want[key], key
+
+
+def test_pooling_requests_of_different_draft_lengths() -> None:
+    pooled = stats.pool([request([1, 1], [1, 0]), request([4], [3]), request([0], [0])])
+    assert pooled["num_accepted_per_position"] == [2, 1, 1, 0]
+    assert pooled["acceptance_rate_per_position"] == [2 / 3, 1 / 3, 1 / 3, 0.0]
+    assert pooled["mean_acceptance_length"] == 1 + 4 / 3
+    assert stats.pool([])["num_requests"] == 0
+
+
+def test_pooling_weighs_tokens_and_the_mean_weighs_requests() -> None:
+    many = [request([2], [2]), request([2] * 9, [0] * 9)]
+    assert stats.pool(many)["tokens_per_step"] == (3 + 9) / 10
+    mean = stats.mean_over_requests(many, "tokens_per_step")
+    assert mean is not None
+    assert mean["mean"] == (3 + 1) / 2
+
+
+def test_bootstrap_interval() -> None:
+    many = random_requests(30, seed=2)
+    own = stats.mean_over_requests(many, "tokens_per_step")
+    values = [stats.request_metrics(s)["tokens_per_step"] for s in many]
+    assert own is not None
+    assert own["mean"] == pytest.approx(np.mean(values))
+    assert own["num_requests"] == 30
+    assert min(values) <= own["low"] < own["mean"] < own["high"] <= max(values)
+    # 1.96 standard errors either way, roughly
+    half = 1.96 * np.std(values) / np.sqrt(30)
+    assert own["high"] - own["low"] == pytest.approx(2 * half, rel=0.1)
+    assert stats.mean_over_requests(many, "tokens_per_step") == own, "seeded: the same every time"
+    four_times = stats.mean_over_requests(many * 4, "tokens_per_step")
+    assert four_times is not None
+    assert (own["high"] - own["low"]) / (four_times["high"] - four_times["low"]) == pytest.approx(2, rel=0.1)
+
+
+def test_bootstrap_leaves_out_requests_without_the_number() -> None:
+    many = [request([2], [1]), request([0], [0])]
+    own = stats.mean_over_requests(many, "draft_acceptance_rate")
+    assert own == {"mean": 0.5, "low": 0.5, "high": 0.5, "num_requests": 1}
+    assert stats.mean_over_requests([many[1]], "draft_acceptance_rate") is None
+    assert stats.mean_over_requests([], "tokens_per_step") is None
+
+
+# --------------------------------------------------------------------------------------------------- time
+
+
+def test_busy_seconds_divide_a_step_among_its_rows() -> None:
+    """Two rows decode one step of 3 s together, then one of them another of 3 s alone: 6 s in all, not 9."""
+    together = [RequestStats(), RequestStats()]
+    for own in together:
+        own.add(2, 1, 2, 1.0, 2.0, batch_size=2)
+    together[0].add(2, 0, 1, 1.0, 2.0, batch_size=1)
+    assert stats.row_share_seconds(together, "draft_s") == 2.0
+    assert stats.row_share_seconds(together, "verify_s") == 4.0
+    assert stats.decode_tokens_per_s(together) == (2 + 2 + 1) / 6.0
+    assert stats.decode_tokens_per_s([RequestStats()]) is None
+
+
+# ------------------------------------------------------------------------------------------- vLLM's names
+
+
+def test_metrics_of_one_answer_have_vllms_names_and_formulas() -> None:
+    got = stats.SpecDecodeMetrics.of(RAGGED, 4)
+    histogram = [1, 2, 0, 1, 0]  # of the drafts: one had none accepted, two had one, one had three
+    assert got.acceptance_histogram == histogram
+    assert got.num_spec_tokens == 4
+    assert got.num_spec_steps == sum(histogram) == 4
+    assert got.num_accepted_draft_tokens == sum(j * n for j, n in enumerate(histogram))
+    assert got.num_draft_tokens == 9
+    assert got.mean_acceptance_length == 1 + 5 / 4
+    assert got.draft_acceptance_rate == 5 / 9
+    assert got.per_step_drafted == [3, 2, 3, 1]
+    assert got.per_step_accepted == [3, 1, 0, 1]
+
+
+def test_metrics_where_nothing_was_drafted() -> None:
+    """vLLM: an all-zero histogram, length 1.0 and rate 0.0."""
+    got = stats.SpecDecodeMetrics.of(request([0, 0], [0, 0]), 3)
+    assert got.acceptance_histogram == [0, 0, 0, 0]
+    assert (got.num_spec_steps, got.mean_acceptance_length, got.draft_acceptance_rate) == (0, 1.0, 0.0)
+    assert got.per_step_drafted == got.per_step_accepted == []
+
+
+# ----------------------------------------------------------------------------------------- the cost model
+
+
+@pytest.mark.parametrize("case", SPEEDUP_CASES, ids=lambda case: f"a{case['alpha']}-c{case['c']}")
+def test_ideal_speedup_and_best_length_against_the_vectors(case: dict) -> None:
+    def survival(k: int) -> list[float]:
+        return [case["alpha"] ** i for i in range(1, k + 1)]
+
+    best = stats.best_length(case["alpha"], case["c"])
+    assert best == case["gamma_opt"]
+    optimum = {"e_tokens": case["e_tokens_opt"], "speedup": case["speedup_opt"]}
+    for k, want in {**case["by_gamma"], best: optimum}.items():
+        rates = survival(int(k))
+        assert stats.expected_tokens(rates) == pytest.approx(want["e_tokens"], rel=1e-12)
+        assert stats.ideal_speedup(rates, 1.0, case["c"]) == pytest.approx(want["speedup"], rel=1e-12)
+
+
+def test_ideal_speedup_pays_for_verification_and_the_rest() -> None:
+    assert stats.ideal_speedup([0.5, 0.25], verify_cost=1.2, draft_cost=0.1, other_cost=0.1) == 1.75 / 1.5
+    assert stats.ideal_speedup([]) == 1.0
+
+
+def test_predicted_speedup_by_hand() -> None:
+    """Steps draft 0 and 2 tokens, 0.1 s each, where a plain step takes 0.5 s; v(1) = 1 and v(3) = 1.4:
+    2 tokens a step (1 and 3) over 1.2 + 0.2."""
+    own = request([0, 2], [0, 2], draft_s=0.1)
+    predicted = stats.predicted_speedup([own], lambda n: {1: 1.0, 3: 1.4}[n], step_s=0.5)
+    assert predicted == pytest.approx(2 / (1.2 + 0.2))
+    assert stats.predicted_speedup([RequestStats()], lambda n: 1.0, 0.5) is None
+
+
+def test_predicted_speedup_is_the_ideal_one_for_full_drafts_at_its_costs() -> None:
+    own = request([3] * 4, [0, 1, 3, 3], draft_s=3 * 0.05)
+    survival = stats.request_metrics(own)["acceptance_rate_per_position"]
+    want = stats.ideal_speedup(survival, verify_cost=1.3, draft_cost=0.05)
+    assert stats.predicted_speedup([own], lambda n: 1.3 if n == 4 else 1.0, step_s=1.0) == pytest.approx(want)
+
+
+def test_a_step_time_shared_by_rows_is_not_divided_in_the_prediction() -> None:
+    """v and the plain step are of the whole batch, so the draft time of a step is too."""
+    own = [request([2], [2], draft_s=0.2, batch_size=2) for _ in range(2)]
+    assert stats.predicted_speedup(own, lambda n: 1.0, step_s=1.0) == pytest.approx(3 / 1.2)
+
+
+def test_the_model_at_batch_size_two_takes_draft_and_plain_step_from_whole_steps() -> None:
+    """Plain steps of 2 rows take 1 s, a draft 0.2 s, and three tokens come of each step: 3 / 1.2 whatever the batch size."""
+    own = {str(i): request([2], [2], draft_s=0.2, verify_s=1.0, batch_size=2) for i in range(2)}
+    plain = {str(i): request([0] * 3, [0] * 3, draft_s=0.0, verify_s=1.0, batch_size=2) for i in range(2)}
+    overall = report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
+    assert overall["speedup_model"] == pytest.approx(3 / 1.2)
+    assert overall["speedup"] == pytest.approx(3 / 1.2)
+    assert overall["efficiency"] == pytest.approx(1.0)
+
+
+# ----------------------------------------------------------------------------------------- times on a busy machine
+
+
+def timed(tokens: int, wall_s: float, cpu_s: float, drafted: int = 0) -> RequestStats:
+    """A request of one step."""
+    own = RequestStats()
+    own.add(drafted, tokens - 1, tokens, 0.0, wall_s, 1, cpu_s=cpu_s)
+    return own
+
+
+def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> None:
+    """As one of a run by an older version; what is written of the statistics is what is looked for."""
+    statistics = {field.name: [] if field.default_factory is list else 0.0 for field in dataclasses.fields(RequestStats)}
+    row = {"id": "a", "category": "b", "num_prompt_tokens": 1, "output_token_ids": [1], "sampling": {}} | statistics
+    report.check_rows([row], tmp_path / "requests.jsonl")
+    assert records.stats_of(row) == RequestStats()
+    for key in statistics:
+        with pytest.raises(ValueError, match=rf"requests.jsonl, line 1: {key}.*move the file away"):
+            report.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")
+
+
+def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
+    plain = [timed(1, 2.0, 1.0) for _ in range(8)]
+    own = [timed(2, 1.0, 1.0) for _ in range(8)]
+    assert stats.speedup(own, plain) == {"ratio": 4.0, "low": 4.0, "high": 4.0, "cpu_ratio": 2.0}
+    few = stats.speedup(own[:7], plain[:7])
+    assert few is not None
+    assert few["ratio"] == 4.0
+    assert few["low"] is few["high"] is None, "seven requests are too few for an interval"
+    mixed = stats.speedup([timed(2, 1.0, 1.0), timed(1, 2.0, 2.0)] * 8, [timed(1, 1.0, 1.0)] * 16)
+    assert mixed is not None
+    assert mixed["ratio"] == 1.0
+    assert mixed["low"] is not None
+    assert mixed["high"] is not None
+    assert mixed["low"] < 0.9 < 1.15 < mixed["high"]
+    assert stats.speedup([], []) is None
+    assert stats.speedup([RequestStats()], [RequestStats()]) is None
+
+
+def test_a_ratio_of_rates_is_of_paired_requests() -> None:
+    """Requests of very different length: the pairs agree, so there is no doubt about the ratio."""
+    amount, seconds = np.array([1.0, 10.0, 100.0] * 4), np.array([1.0, 10.0, 100.0] * 4)
+    got = stats.ratio_of_rates(amount, seconds, amount, seconds / 2)
+    assert got["ratio"] == pytest.approx(2.0)
+    assert (got["low"], got["high"]) == pytest.approx((2.0, 2.0))
+
+
+def test_what_says_that_the_machine_was_busy() -> None:
+    calm = {"ngram": 1.02, "none": 1.01}
+    assert stats.busy_reasons({"all": (1.2, 1.24)}, calm) == []
+    assert stats.busy_reasons({"all": (None, None)}, {"ngram": None}) == []
+    assert stats.busy_reasons({"all": (6.4, 1.24)}, calm) == ["speedup 6.40 of all is above the ideal 1.24"]
+    assert stats.busy_reasons({}, {"ngram": 1.3, "none": 1.3}) == ["wall / CPU time is 1.30 of ngram, 1.30 of none"]
+    # two threads: CPU time is more than wall time, and one side waited for the machine
+    assert stats.busy_reasons({}, {"ngram": 0.55, "none": 0.8})
+    assert not stats.busy_reasons({}, {"ngram": 0.55, "none": 0.6})
+
+
+def test_a_busy_run_says_so_and_shows_the_ratio_by_cpu_time() -> None:
+    """As reported: a plain pass that another process held up, and a category with a speedup no drafter can have."""
+    own = {str(i): timed(2, 1.0, 1.0, drafted=2) for i in range(9)}
+    plain = {str(i): timed(1, 3.2 if i < 3 else 0.55, 0.5) for i in range(9)}
+    summary = report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
+    assert summary["categories"]["chat"]["speedup"] == pytest.approx(6.4)
+    reasons = report.busy_reasons(summary, "ngram", True)
+    assert any(reason.startswith("speedup 6.40 of chat is above the ideal 2.00") for reason in reasons)
+    assert any(reason.startswith("wall / CPU time is 1.00 of ngram, 2.87 of none") for reason in reasons)
+    assert report.busy_note(reasons, summary["overall"]["speedup_cpu"]).endswith("by CPU time the speedup is 1.00")
+    assert not any("CPU" in reason for reason in report.busy_reasons(summary, "ngram", False))
+    grid = report.table(summary | {"busy": reasons}, "title")
+    assert [column.header for column in grid.columns].count("by CPU time") == 1
+    assert not [column for column in report.table(summary | {"busy": []}, "title").columns if column.header == "by CPU time"]
+
+
+def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a forward of more tokens may be measured to take less time; it is held to take no less."""
+    target = CausalLM("tiny-llama", "float32", "cpu")
+    forward, lengths = target.forward, []
+
+    class Falling(Clock):
+        def seconds(self) -> list[float]:
+            return [1.0 / lengths[-1]]
+
+    def counted(cache: Any, tokens: Any, start_B: np.ndarray, length_B: np.ndarray) -> Any:
+        lengths.append(int(length_B[0]))
+        return forward(cache, tokens, start_B, length_B)
+
+    monkeypatch.setattr(cost, "Clock", Falling)
+    monkeypatch.setattr(target, "forward", counted)
+    verify_s = cost.verify_seconds(target, 1, 4, context=8, repeats=1)
+    assert [verify_s(n) for n in (1, 2, 3, 4)] == sorted(verify_s(n) for n in (1, 2, 3, 4))
+    own = request([3] * 4, [0, 1, 3, 3], draft_s=0.0)
+    model = stats.predicted_speedup([own], lambda n: verify_s(n) / verify_s(1), step_s=1.0)
+    assert model is not None
+    assert model <= stats.request_metrics(own)["tokens_per_step"]
+
+
+def test_nobody_is_fastest_inside_the_noise() -> None:
+    ones = [1.0] * 16
+    plain = ones
+    seconds = {
+        "none": plain,
+        "noisy": [0.4, 1.5] * 8,  # faster in the mean, and by as much slower as faster
+        "clear": [0.5, 0.52] * 8,
+        "close": [0.49, 0.54] * 8,
+    }
+    amounts = dict.fromkeys(seconds, ones)
+    assert stats.fastest(seconds, amounts, "none", ["noisy"]) == (None, [])
+    assert stats.fastest(seconds, amounts, "none", ["noisy", "clear", "close"]) == ("clear", ["close"])
+    assert stats.fastest(seconds, amounts, "none", []) == (None, []), "who drafted nothing is no candidate"
+    faster = {**seconds, "close": [0.3, 0.31] * 8}
+    assert stats.fastest(faster, amounts, "none", ["clear"]) == ("clear", []), "close is faster beyond the noise"
+    few = {name: values[:7] for name, values in seconds.items()}
+    assert stats.fastest(few, dict.fromkeys(few, ones[:7]), "none", ["clear"]) == (None, [])
