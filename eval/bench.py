@@ -23,7 +23,10 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec import config, hub, method, rejection
     from specdec.core import Request
     from specdec.engine import Engine
-    from specdec.measure import bench, records, report, stats, tasks
+    from specdec.measure import bench, records, stats, tasks
+    from specdec.measure.report import bench as bench_report
+    from specdec.measure.report import console
+    from specdec.measure.report import run as run_report
     from specdec.method import suffix
     from specdec.model import packed_linear
     from specdec.model.target import CausalLM, choose_device, choose_dtype
@@ -127,7 +130,7 @@ def run(cfg: dict[str, Any]) -> None:
     records.claim(out_dir, False, {"bench": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     records.write_json(out_dir / "bench.json", results)
-    report.show(*report.bench_tables(results))
+    console.show(*bench_report.bench_tables(results))
     if target.device.type == "cpu":
         shares = {
             f"{name} ({line['dtype']}, {line['threads']} threads)": share
@@ -136,8 +139,8 @@ def run(cfg: dict[str, Any]) -> None:
         }
         worst = dict(sorted(shares.items(), key=lambda pair: -pair[1])[:1])
         if reasons := stats.busy_reasons({}, worst):
-            report.show(f"{report.busy_note(reasons, None)}; compare the ratios by CPU time")
-    report.show(f"written to {out_dir}")
+            console.show(f"{run_report.busy_note(reasons, None)}; compare the ratios by CPU time")
+    console.show(f"written to {out_dir}")
 
 
 if __name__ == "__main__":

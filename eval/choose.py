@@ -26,10 +26,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     from specdec import config
     from specdec.engine import Engine
-    from specdec.measure import records, report, serving, stats, tasks
+    from specdec.measure import records, serving, stats, tasks
+    from specdec.measure.report import choose as choose_report
+    from specdec.measure.report import console
+    from specdec.measure.report import run as run_report
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
-    from specdec.policy import cost
+    from specdec.policy import cost_table, profiling
 
     params = SamplingParams(**cfg["sampling"])
     settings = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
@@ -65,15 +68,15 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     context = cfg["cost_context"] or int(np.mean(lengths) + (params.max_tokens or 128) / 2)
     tables = {}
     for name, (proposer, _) in built.items():
-        sizes, most = cost.sizes_up_to(rows), proposer.num_speculative_tokens
-        total = len(sizes) * (cfg["cost_repeats"] + 1) * len(cost.lengths_up_to(most))
-        with report.one_bar(f"costs of {name}", total) as advance:
-            table = cost.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
+        sizes, most = profiling.sizes_up_to(rows), proposer.num_speculative_tokens
+        total = len(sizes) * (cfg["cost_repeats"] + 1) * len(profiling.lengths_up_to(most))
+        with console.one_bar(f"costs of {name}", total) as advance:
+            table = profiling.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
         tables[name] = table
         serving.warm_up(engines[name])
     records.claim(out_dir, False, identity, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
-    tables = cost.share_verification(tables)
+    tables = cost_table.share_verification(tables)
     for name, table in tables.items():
         table.save(path := out_dir / f"cost-{name}.json")
         if settings[name].decides and settings[name].cost_table is None:
@@ -94,15 +97,15 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         capacity = len(piece[0]) / first[PLAIN].clock_s
 
     written = records.JsonlFile(out_dir / "requests.jsonl", keep=False)
-    records = {level: {name: serving.RunRecord() for name in engines} for level in levels}
+    measured = {level: {name: serving.RunRecord() for name in engines} for level in levels}
     total = cfg["rounds"] * len(levels) * len(engines) * len(chosen)
-    with report.one_bar("requests", total) as advance:
+    with console.one_bar("requests", total) as advance:
         for number in range(cfg["rounds"]):
             for level in levels:
                 afresh()
                 pieces = [[task] for task in chosen] if level == "one" else tasks.groups(chosen, rows)
                 rate = None if isinstance(level, str) else level * (capacity or 1.0)
-                turns = serving.run_interleaved(engines, records[level], pieces, rate, params, cfg["seed"], level == "one")
+                turns = serving.run_interleaved(engines, measured[level], pieces, rate, params, cfg["seed"], level == "one")
                 for name, task, served, request in turns:
                     facts = {
                         "run": name,
@@ -121,13 +124,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for name, (proposer, verifier) in built.items():
-        own = {level: records[level][name] for level in levels}
-        base = {level: records[level][PLAIN] for level in levels}
+        own = {level: measured[level][name] for level in levels}
+        base = {level: measured[level][PLAIN] for level in levels}
         merged = [
             {f"{level} {key}": ids for level in levels for key, ids in side[level].answered.items()} for side in (own, base)
         ]
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
-        outputs, said = report.lossless_verdict(verifier, params.greedy, *merged)
+        outputs, said = run_report.lossless_verdict(verifier, params.greedy, *merged)
         found[name] = {
             "method": settings[name].resolved_method,
             "speculative_config": settings[name].model_dump(exclude_none=True),
@@ -141,7 +144,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             "gain_cpu": {str(level): gain(base[level], own[level], stats.engine_cpu_seconds)["ratio"] for level in levels},
             "at": at,
         }
-    low, high = records[levels[0]], records[levels[-1]]
+    low, high = measured[levels[0]], measured[levels[-1]]
     latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
     throughput = {name: work_and_seconds(record, stats.engine_seconds) for name, record in high.items()}
     has_own_cpu = target.device.type == "cpu"
@@ -152,7 +155,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     busy = {}
     if has_own_cpu:
         for level in levels:
-            shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in records[level].items()}
+            shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in measured[level].items()}
             busy[str(level)] = stats.busy_reasons({}, shares)
     summary = identity | {
         "plain": PLAIN,
@@ -167,28 +170,28 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     }
     records.write_json(out_dir / "choose.json", summary)
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg['task']['name']}"
-    report.plot_choose(summary, title, out_dir / "choose.png")
-    report.show(*report.choose_tables(summary, title), "")
-    print(report.markdown(*report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
-    report.show(*verdicts.values())
+    choose_report.plot_choose(summary, title, out_dir / "choose.png")
+    console.show(*choose_report.choose_tables(summary, title), "")
+    print(console.markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
+    console.show(*verdicts.values())
     for level, reasons in busy.items():
         if reasons:
             gains = ", ".join(f"{name} {own['gain_cpu'][level]:.2f}" for name, own in found.items() if name != PLAIN)
-            report.show(f"{report.busy_note(reasons, None)}; gains by CPU time at rate {level}: {gains}")
+            console.show(f"{run_report.busy_note(reasons, None)}; gains by CPU time at rate {level}: {gains}")
     for name, own in found.items():
         if own["outputs_said"].startswith("NO"):
-            report.show(f"warning: {name}: {own['outputs_said']}")
-    report.show(f"written to {out_dir}")
+            console.show(f"warning: {name}: {own['outputs_said']}")
+    console.show(f"written to {out_dir}")
     return summary
 
 
 def numbers(record: Any, table: Any) -> dict[str, Any]:
     """What came of a run at a rate, next to what the costs of its steps predict."""
     from specdec.measure import stats
-    from specdec.policy import cost
+    from specdec.policy import cost_table
 
     seconds = sum(step.draft_s + step.verify_s for step in record.steps)
-    predicted = cost.predicted_seconds(record.steps, table)
+    predicted = cost_table.predicted_seconds(record.steps, table)
     emitted = sum(int(step.emitted_B.sum()) for step in record.steps)
     return stats.serving_metrics(record.served) | {
         "decode_tokens_per_s": emitted / seconds if seconds else None,

@@ -16,7 +16,10 @@ with script.one_line():
     from typing import Any
 
     from specdec.files import writing
-    from specdec.measure import report
+    from specdec.measure import records
+    from specdec.measure.report import compare as compare_report
+    from specdec.measure.report import console
+    from specdec.measure.report import run as run_report
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 NUMBERS = (
@@ -46,22 +49,22 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
                 what = difference(key, reference[key], summary[key], first, name)
                 if not anyway:
                     raise ValueError(f"{what}; such runs do not compare, unless you say --anyway")
-                report.show(f"warning: {what}")
+                console.show(f"warning: {what}")
         for key in SPEED_DEPENDS_ON:
             if summary[key] != reference[key]:
-                report.show(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
+                console.show(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
         if summary["environment"] != reference["environment"]:
-            report.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
-    short = report.short_names(runs)
+            console.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
+    short = compare_report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
-    report.show(report.compare_table(labelled), report.category_table(labelled))
+    console.show(compare_report.compare_table(labelled), compare_report.category_table(labelled))
     for name, summary in labelled.items():
         if summary["busy"]:
-            report.show(f"{name}: {report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
+            console.show(f"{name}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
     out.mkdir(parents=True, exist_ok=True)
     with writing(out / "compare.png"):
-        plot = report.plot_compare(labelled, out / "compare.png")
-    report.show(f"plot: {plot}")
+        plot = compare_report.plot_compare(labelled, out / "compare.png")
+    console.show(f"plot: {plot}")
 
 
 def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
@@ -86,7 +89,7 @@ def read(directory: Path) -> dict[str, Any]:
         "overall",
     )
     fix = "it was not written by this version of eval/run.py: run it again"
-    return report.read_summary(directory, fix, (*keys, "categories"), NUMBERS)
+    return records.read_summary(directory, fix, (*keys, "categories"), NUMBERS)
 
 
 if __name__ == "__main__":

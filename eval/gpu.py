@@ -26,7 +26,7 @@ with script.one_line():
     from specdec.measure import bench
     from specdec.model.target import CausalLM, choose_device
     from specdec.params import SamplingParams
-    from specdec.policy import cost
+    from specdec.policy import profiling
 
 BUDGET_S = 420
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them
@@ -70,7 +70,7 @@ def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
     weights = target.num_parameters * target.dtype.itemsize
     lines = [(f"{name}, batch 1: HF generate", f"{hugging_face(target, max_tokens):.0f} tokens/s")]
     for rows in (1, 8):
-        verify_s = cost.verify_seconds(target, rows, 16, context=PROMPT)
+        verify_s = profiling.verify_seconds(target, rows, 16, context=PROMPT)
         costs = " ".join(f"{n}:{verify_s(n) / verify_s(1):.2f}" for n in (1, 2, 4, 6, 8, 11, 16))
         lines.append((f"{name}, batch {rows}: v(n)", costs))
         for label, speculate in (("none", False), (f"drafts K={K}, synthetic {LENGTH}", True)):

@@ -25,7 +25,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec import config
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.measure import records, report, serving, stats, tasks
+    from specdec.measure import logger, records, serving, stats, tasks
+    from specdec.measure.report import console
+    from specdec.measure.report import run as run_report
+    from specdec.measure.report import serving as serving_report
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
 
@@ -40,7 +43,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
-    records.check_logger(cfg["logger"])
+    logger.check_logger(cfg["logger"])
     records.reserve(out_dir, resume=False, resumes=False)
     torch.set_num_threads(config.threads(cfg))
 
@@ -81,7 +84,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             yield arrival_s, request
 
     interrupted, exit_code, began, num_not_due = False, 0, 0.0, 0
-    with report.one_bar("requests", len(coming)) as advance:
+    with console.one_bar("requests", len(coming)) as advance:
 
         def told(turn: serving.StepRecord, _: Any) -> None:
             nonlocal began
@@ -127,18 +130,18 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     records.write_json(out_dir / "summary.json", summary)
     said = cfg["trace"] if cfg["arrivals"] == "trace" else f"{cfg['request_rate']} requests/s"
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
-    plot = report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
-    report.show(report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
+    plot = serving_report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
+    console.show(serving_report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
     share = stats.wall_over_cpu([one.stats for one in served]) if target.device.type == "cpu" else None
     if reasons := stats.busy_reasons({}, {name: share}):
-        report.show(report.busy_note(reasons, None))
+        console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
-        report.show(f"lossless: NO, {verifier.name} does not keep the target's law")
+        console.show(f"lossless: NO, {verifier.name} does not keep the target's law")
     if cfg["logger"]["name"] == "wandb":
         logged = list(records.rows_in(out_dir / "requests.jsonl"))
-        where = records.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
-        report.show(f"wandb: {where}")
-    report.show(f"written to {out_dir}")
+        where = logger.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
+        console.show(f"wandb: {where}")
+    console.show(f"written to {out_dir}")
     if interrupted:
         later = f", {num_not_due} were not due yet" if num_not_due else ""
         print(f"interrupted: {len(served)} of {len(coming)} requests had finished, and are summarised{later}", file=sys.stderr)

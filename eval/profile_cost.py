@@ -23,10 +23,12 @@ def run(cfg: dict[str, Any]) -> None:
 
     from specdec import config
     from specdec.llm import SpeculativeConfig
-    from specdec.measure import records, report
+    from specdec.measure import records
+    from specdec.measure.report import console
+    from specdec.measure.report import cost as cost_report
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
-    from specdec.policy import cost
+    from specdec.policy import cost_table, profiling
 
     if cfg["checkpoint"] is not None:
         config.apply_checkpoint(cfg)
@@ -53,13 +55,13 @@ def run(cfg: dict[str, Any]) -> None:
     acceptance = None if before is None else survival_of(before, target.max_model_len)
     if acceptance is not None and not acceptance[-1]:
         raise ValueError(f"acceptance={cfg['acceptance']}: no step of it had a whole draft; decode more tokens")
-    sizes, longest = cost.sizes_up_to(cfg["max_batch_size"]), max(most, cfg["max_draft"] or 0)
-    total = len(sizes) * (cfg["repeats"] + 1) * len(cost.lengths_up_to(longest))
-    with report.one_bar("steps", total) as advance:
-        table = cost.measure(target, proposer, sizes, longest, cfg["context"], cfg["repeats"], params, advance)
+    sizes, longest = profiling.sizes_up_to(cfg["max_batch_size"]), max(most, cfg["max_draft"] or 0)
+    total = len(sizes) * (cfg["repeats"] + 1) * len(profiling.lengths_up_to(longest))
+    with console.one_bar("steps", total) as advance:
+        table = profiling.measure(target, proposer, sizes, longest, cfg["context"], cfg["repeats"], params, advance)
     table = replace(table, about={**table.about, "method": name, "environment": records.environment()})
 
-    parts, proposal = list[Any](report.cost_tables(table)), ""
+    parts, proposal = list[Any](cost_report.cost_tables(table)), ""
     if acceptance is not None:
         stood_K, reach_K, count = acceptance
         if len(stood_K) < most:
@@ -67,32 +69,32 @@ def run(cfg: dict[str, Any]) -> None:
                 f"note: the drafts of {cfg['acceptance']} had K={len(stood_K)}, and nothing is known beyond it, so at most "
                 f"that is proposed; decode with method.num_speculative_tokens={most} to know more"
             )
-        schedule = cost.best_schedule(table, stood_K, most, reach_K)
+        schedule = cost_table.best_schedule(table, stood_K, most, reach_K)
         about = {**table.about, "acceptance": {"survival": stood_K, "reach": reach_K, "num_steps": count}}
         table = replace(table, schedule=schedule, about=about)
-        parts.append(report.schedule_table(table, cost.tokens_per_s(table, stood_K, most, reach_K)))
+        parts.append(cost_report.schedule_table(table, cost_table.tokens_per_s(table, stood_K, most, reach_K)))
         parts.append(f"P(i draft tokens stand), of {count} steps: {' '.join(f'{p:.2f}' for p in stood_K)}")
         proposal = f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}\n"
     records.claim(out_dir, False, {"profile": cfg["name"]}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     table.save(out_dir / "cost.json")
-    report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")
-    report.show(*parts)
+    cost_report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")
+    console.show(*parts)
     print(proposal, end="")  # as it is: to be copied
-    report.show(f"written to {out_dir / 'cost.json'}")
+    console.show(f"written to {out_dir / 'cost.json'}")
 
 
 def read_run(directory: Path, method: str) -> dict[str, Any]:
     """Summary and rows of a run of eval/run.py. ValueError if its acceptance says nothing about this method."""
-    from specdec.measure import records, report
+    from specdec.measure import records
 
     what = f"acceptance={directory}"
     if not all((directory / name).is_file() for name in ("summary.json", "requests.jsonl")):
         raise ValueError(f"{what}: not the out_dir of a finished eval/run.py")
     try:
-        summary = report.read_summary(directory, "run it again", ("target", "dtype", "method", "num_speculative_tokens"))
+        summary = records.read_summary(directory, "run it again", ("target", "dtype", "method", "num_speculative_tokens"))
         rows = list(records.rows_in(directory / "requests.jsonl"))
-        report.check_rows(rows, directory / "requests.jsonl")
+        records.check_rows(rows, directory / "requests.jsonl")
     except (OSError, ValueError) as error:
         raise ValueError(f"{what}: {error}") from None
     if summary.get("method") != method:

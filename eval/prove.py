@@ -29,7 +29,8 @@ with script.one_line():
     from specdec.drafter.base import Drafter, Init
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.measure import report, tasks
+    from specdec.measure import tasks
+    from specdec.measure.report import console
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
 
@@ -65,7 +66,7 @@ def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, 
     prompts = conversations(target, count, max_tokens)
     theirs = hub.load_model(target.path, dtype=torch.float32).eval()
     greedy, sampled = [], SamplingParams(temperature=0.8, max_tokens=max_tokens)
-    with report.progress(len(prompts), generate=0) as advance:
+    with console.progress(len(prompts), generate=0) as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = theirs.generate(

@@ -28,11 +28,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.drafter import shared_vocab
     from specdec.engine import Engine
     from specdec.llm import SpeculativeConfig
-    from specdec.measure import records, report, tasks
+    from specdec.measure import logger, records, tasks
+    from specdec.measure.report import console
+    from specdec.measure.report import run as run_report
     from specdec.model import distributed
     from specdec.model.target import CausalLM, choose_device
     from specdec.params import SamplingParams
-    from specdec.policy import cost
+    from specdec.policy import profiling
 
     # everything that a typo can break comes before the weights
     if cfg["checkpoint"] is not None:
@@ -44,7 +46,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     speculative.check(size)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    records.check_logger(cfg["logger"])
+    logger.check_logger(cfg["logger"])
     records.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(config.threads(cfg))
 
@@ -76,7 +78,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         config.save(cfg, out_dir / "config.yaml")
         recorded = [records.JsonlFile(path) for path, _, _ in passes]
         for rows in recorded:
-            report.check_rows(rows.rows, rows.path)
+            records.check_rows(rows.rows, rows.path)
     answered = processes.broadcast_object([rows.answered for rows in recorded])
     common = [
         {
@@ -88,7 +90,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         for label, (_, own, judge) in zip(names, passes, strict=True)
     ]
     done = {label: len(before) for label, before in zip(names, answered, strict=True)}
-    with report.progress(sum(len(task.turns) for task in chosen), processes.is_main, **done) as advance:
+    with console.progress(sum(len(task.turns) for task in chosen), processes.is_main, **done) as advance:
         for group in tasks.groups(chosen, cfg["max_batch_size"]):
             for place, (label, before, engine) in enumerate(zip(names, answered, engines, strict=True)):
                 for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], before):
@@ -101,13 +103,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in recorded[-1].rows] if recorded else []
     active_rows = min(cfg["max_batch_size"], len(chosen))
     context = processes.broadcast_object(int(sum(lengths) / len(lengths)) if lengths else None)
-    verify_s = cost.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
+    verify_s = profiling.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
     if not processes.is_main:
         return {}
     method_rows, plain_rows = recorded[-1], recorded[0]
     category_of = {row["id"]: row["category"] for row in method_rows.rows}
     plain = plain_rows.answered if len(passes) > 1 else None
-    short, said = report.lossless_verdict(verifier, params.greedy, method_rows.answered, plain)
+    short, said = run_report.lossless_verdict(verifier, params.greedy, method_rows.answered, plain)
     summary = identity | {
         "num_speculative_tokens": proposer.num_speculative_tokens,
         "lossless": verifier.lossless,
@@ -117,39 +119,39 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "plain_step_s": verify_s(1),
         "resumed": cfg["resume"],
         "environment": records.environment(),
-        **report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
+        **run_report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
     has_own_cpu = target.device.type == "cpu" and processes.size == 1
-    summary["busy"] = report.busy_reasons(summary, name, has_own_cpu) if len(passes) > 1 else []
+    summary["busy"] = run_report.busy_reasons(summary, name, has_own_cpu) if len(passes) > 1 else []
     two_vocabularies = getattr(proposer, "vocabulary", None)
     if isinstance(two_vocabularies, shared_vocab.SharedVocab):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     records.write_json(out_dir / "summary.json", summary)
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
-    plot = report.plot_run(summary, title, out_dir / "run.png")
-    more = [report.proposer_table(summary)] if "proposers" in summary["overall"] else []
-    more += [line] if (line := report.speedup_line(summary["overall"])) else []
-    report.show(report.table(summary, title), *more, f"lossless: {said}")
+    plot = run_report.plot_run(summary, title, out_dir / "run.png")
+    more = [run_report.proposer_table(summary)] if "proposers" in summary["overall"] else []
+    more += [line] if (line := run_report.speedup_line(summary["overall"])) else []
+    console.show(run_report.table(summary, title), *more, f"lossless: {said}")
     if summary["busy"]:
-        report.show(report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if has_own_cpu else None))
+        console.show(run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if has_own_cpu else None))
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
-        report.show(
+        console.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"
         )
     drafted, accepted = (summary["overall"][f"num_{what}_tokens"] for what in ("draft", "accepted"))
     if drafted and not accepted:
-        report.show(f"note: none of {drafted} drafted tokens was accepted; was the drafter trained for this target?")
+        console.show(f"note: none of {drafted} drafted tokens was accepted; was the drafter trained for this target?")
     if told := summary.get("vocabulary"):
-        report.show(
+        console.show(
             f"vocabulary: {told['share_of_emitted']:.2%} of the {told['num_emitted']} tokens that were emitted can be drafted, "
             f"{told['share_of_vocabulary']:.1%} of the vocabulary"
         )
     if cfg["resume"]:
-        report.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
+        console.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
     if cfg["logger"]["name"] == "wandb":
-        report.show(f"wandb: {records.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
-    report.show(f"written to {out_dir}")
+        console.show(f"wandb: {logger.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
+    console.show(f"written to {out_dir}")
     return summary
 
 

@@ -27,7 +27,7 @@ from specdec.method import hybrid
 from specdec.model import distributed
 from specdec.model.target import DTYPES, CausalLM, choose_device
 from specdec.params import SamplingParams
-from specdec.policy import adaptive, cost
+from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import Adaptive, Scheduled
 from specdec.rejection import Verifier
 from specdec.training.data import unread_template_kwargs
@@ -191,7 +191,7 @@ class SpeculativeConfig(Checked):
         given = self.num_speculative_tokens_per_batch_size
         if isinstance(given, str):
             try:
-                found = cost.load(given).schedule
+                found = cost_table.load(given).schedule
             except ValueError as error:
                 what = f"num_speculative_tokens_per_batch_size={given!r}"
                 raise ValueError(f"{what} is no list [[first, last, K], ...], and as a file: {error}") from None
@@ -213,12 +213,12 @@ class SpeculativeConfig(Checked):
         if not self.decides or not most:
             return scheduled
         if self.cost_table is not None:
-            table = cost.load(self.cost_table)
-            cost.check_fits(table, target, proposer)
+            table = cost_table.load(self.cost_table)
+            cost_table.check_fits(table, target, proposer)
         else:
             if target.processes.is_main:
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
-            table = cost.measure(target, proposer, cost.sizes_up_to(max_batch_size))
+            table = profiling.measure(target, proposer, profiling.sizes_up_to(max_batch_size))
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, most):
             auto, trims = False, True  # the draft itself is looked at before its length is chosen
@@ -330,7 +330,7 @@ class SpeculativeConfig(Checked):
             )
         _ = self.schedule
         if self.cost_table is not None:
-            cost.load(self.cost_table)
+            cost_table.load(self.cost_table)
 
 
 _POLICY = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")

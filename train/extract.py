@@ -22,7 +22,8 @@ def run(cfg: dict[str, Any]) -> None:
     import torch
 
     from specdec import config, hub
-    from specdec.measure import records, report
+    from specdec.measure import records
+    from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
     from specdec.model.target import CausalLM
     from specdec.training import data, features
@@ -38,12 +39,12 @@ def run(cfg: dict[str, Any]) -> None:
     target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
     loaded = data.load_group(cfg["data"], target)
     for note in loaded.notes:
-        report.show(f"note: {note}")
+        console.show(f"note: {note}")
     layers = cfg["layer_ids"] if cfg["layer_ids"] is not None else Architecture().layers(target.num_layers)
     source = features.OnlineFeatures(target, layers)
     tokens = sum(len(sample.token_n) for sample in loaded.samples)
     need = features.num_bytes(target, source.layers, loaded.samples)
-    report.show(
+    console.show(
         f"{len(loaded.samples)} samples, {tokens} tokens, layers {list(source.layers)}: {need / 2**30:.2f} GiB "
         f"({need // max(tokens, 1)} bytes per token)"
     )
@@ -57,9 +58,9 @@ def run(cfg: dict[str, Any]) -> None:
     writer = features.Writer(
         out_dir, identity, 0 if cfg["layout"] == "vllm" else cfg["shard_mb"] << 20, cfg["layout"] == "vllm"
     )
-    with report.progress(len(loaded.samples), samples=0) as advance:
+    with console.progress(len(loaded.samples), samples=0) as advance:
         made = features.extract(source, loaded.samples, writer, lambda: advance("samples"))
-    report.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")
+    console.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")
 
 
 if __name__ == "__main__":

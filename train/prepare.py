@@ -31,7 +31,8 @@ def run(cfg: dict[str, Any]) -> None:
 
     from specdec import __version__, config, hub, method, rejection
     from specdec.engine import Engine
-    from specdec.measure import report, tasks
+    from specdec.measure import tasks
+    from specdec.measure.report import console
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
 
@@ -83,7 +84,7 @@ def run(cfg: dict[str, Any]) -> None:
     script.keeps(out, resumes=True)
     done = {row["id"] for row in rows.rows[1:]}
 
-    with report.progress(len(chosen), answers=len(done)) as advance:
+    with console.progress(len(chosen), answers=len(done)) as advance:
         for place, params in enumerate(sampling):
             mine = [task for i, task in enumerate(chosen) if i % len(sampling) == place and task.id not in done]
             said: dict[str, list[Any]] = {}
@@ -99,7 +100,7 @@ def run(cfg: dict[str, Any]) -> None:
     rows.close()
     kept = rows.rows[1:]
     tokens = sum(sum(row["loss_mask"]) for row in kept)
-    report.show(f"{len(kept)} conversations, {tokens} supervised tokens, written to {out}")
+    console.show(f"{len(kept)} conversations, {tokens} supervised tokens, written to {out}")
 
 
 def begin(path: Path, header: dict[str, Any], resume: bool) -> Any:
@@ -248,7 +249,7 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     from specdec import hub
     from specdec.core import Request
     from specdec.llm import derived_seed
-    from specdec.measure import report
+    from specdec.measure.report import console
     from specdec.training import data
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer
@@ -262,7 +263,7 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     script.keeps(path, resumes=True)
     seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
     number = len(rows.rows) - 1
-    with report.progress(given["count"], prompts=len(seen)) as advance:
+    with console.progress(given["count"], prompts=len(seen)) as advance:
         while len(seen) < given["count"]:
             if number > 20 * given["count"]:
                 raise ValueError(

@@ -56,7 +56,7 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec import checkpoint, method
     from specdec.checkpoint import causal_lm, native
     from specdec.files import writing
-    from specdec.measure import report
+    from specdec.measure.report import console
     from specdec.model.target import CausalLM, choose_dtype
 
     source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
@@ -110,10 +110,10 @@ def run(cfg: dict[str, Any]) -> None:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    report.show(f"written to {out}; serve it with:")
+    console.show(f"written to {out}; serve it with:")
     print(serve(made, cfg, count, cfg["push"] or str(cfg["out"]), here=True))  # not wrapped, so that it can be copied
     if cfg["push"] is not None:
-        report.show(f"uploaded: {push(out, cfg['push'], cfg['private'])}")
+        console.show(f"uploaded: {push(out, cfg['push'], cfg['private'])}")
 
 
 def holds_parts(made: Any, format: str) -> bool:
@@ -138,7 +138,7 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
     from rich.table import Table
 
     from specdec.checkpoint import lint
-    from specdec.measure import report
+    from specdec.measure.report import console
 
     findings = lint.check(directory, target)
     verdict = lint.loads(findings)
@@ -152,7 +152,7 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
         grid.add_row(label, "loads" if verdict[key] else "does not", "", "", style="bold")
         for found in own:
             grid.add_row("", found.severity, found.rule, found.text.replace(str(directory), name or str(directory)))
-    report.show(grid)
+    console.show(grid)
     return verdict.get(engine, False) if engine else any(verdict.values())
 
 
@@ -162,9 +162,9 @@ def linted(directory: Path, target: str | None, engine: str | None = None, name:
 def evaluated(directory: Path) -> dict[str, Any]:
     """The numbers of an eval/run.py."""
     what = "give the out_dir of an eval/run.py that has finished"
-    from specdec.measure import report
+    from specdec.measure import records
 
-    summary = report.read_summary(directory, what)
+    summary = records.read_summary(directory, what)
     overall = summary["overall"]
     if "mean_acceptance_length" not in overall:
         raise ValueError(f"{directory / 'summary.json'} holds no acceptance; {what}")
@@ -202,14 +202,14 @@ def trained(source: Path) -> dict[str, Any] | None:
     out_dir = source.parent.parent
     if not (out_dir / "metrics.jsonl").exists() or not (source / "provenance.json").exists():
         return None
-    from specdec.measure import records, report
+    from specdec.measure import records
 
     told = provenance_in(source)
     rows = records.rows_in(out_dir / "metrics.jsonl")
     row = next((row for row in rows if row.get("step") == told.get("step") and "mean_acceptance_length" in row), None)
     if row is None:
         return None
-    report.check_numbers(row, f"{out_dir / 'metrics.jsonl'}, step {told.get('step')}")
+    records.check_numbers(row, f"{out_dir / 'metrics.jsonl'}, step {told.get('step')}")
     identity = told.get("identity") or {}
     return {
         "how": f"train/, held-out prompts, step {told.get('step')}",

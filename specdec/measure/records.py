@@ -10,19 +10,18 @@ import contextlib
 import json
 import os
 import platform
-import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdec import __version__, hub, lock, script
-from specdec.checked import Checked, first_line
+from specdec.checked import first_mistake
 from specdec.checkpoint import native
 from specdec.core import Request
-from specdec.files import parse_json, read_json, writing
+from specdec.files import parse_json, read_json, read_json_object, writing
 from specdec.llm import SpeculativeConfig, answer_text
 from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
@@ -220,74 +219,6 @@ class JsonlFile:
             self._file.close()
 
 
-class Logger(Checked):
-    """Keys of the `logger` group. name: `wandb`, or `none` for files alone, which has no other key."""
-
-    what: ClassVar[str] = "logger key"
-
-    name: Literal["none", "wandb"]
-    project: str = Field("specdec", min_length=1)
-    entity: str | None = Field(None, min_length=1)
-    mode: Literal["online", "offline"] | None = None
-    tags: list[str] = Field(default_factory=list)
-
-
-def check_logger(logger: dict[str, Any]) -> None:
-    """Raise ValueError, one line, for what W&B would refuse when the run has ended."""
-    for key, value in Logger(**logger).model_dump().items():
-        if logger["name"] == "wandb" and key in ("project", "entity", "tags"):
-            import wandb
-
-            try:
-                wandb.Settings(**{"run_tags" if key == "tags" else key: value})
-            except ValidationError as error:
-                raise ValueError(f"logger.{key}={value!r}: {error.errors()[0]['msg']}") from None
-            except wandb.Error as error:
-                raise ValueError(f"logger.{key}={value!r}: {first_line(error)}") from None
-
-
-class Metrics:
-    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. JsonlFile that a resumed run makes again replace
-    the old ones."""
-
-    def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
-        self.rows = JsonlFile(out_dir / "metrics.jsonl")
-        self.run = None
-        if logger["name"] == "wandb":
-            self.run, self.mode = _wandb_run(logger, cfg, job_type="train")
-
-    def add(self, row: dict[str, Any]) -> None:
-        if self.rows.rows and self.rows.rows[-1]["step"] >= row["step"]:
-            self.rows.keep([old for old in self.rows.rows if old["step"] < row["step"]])
-        self.rows.add(row)
-        if self.run is not None:
-            self.run.log(dict(_flat(row)), step=row["step"])
-
-    def close(self, summary: dict[str, Any], plots: list[Path]) -> str | None:
-        """Returns where W&B keeps the run, if it does."""
-        self.rows.close()
-        if self.run is None:
-            return None
-        import wandb
-
-        self.run.log({path.stem: wandb.Image(str(path)) for path in plots})
-        for key, value in _flat(summary):
-            self.run.summary[key] = value
-        self.run.finish()
-        return f"{self.mode}, {self.run.dir}"
-
-
-def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, number or text); the entries of a list, which are per position, become key/1, key/2, ..."""
-    for key, value in row.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}/{inner}", v) for inner, v in _flat(value))
-        elif isinstance(value, list):
-            yield from ((f"{key}/{place}", v) for place, v in enumerate(value, 1) if v is not None)
-        elif value is not None:
-            yield key, value
-
-
 def request_record(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
     """One request's line. common: method, rejection, K, lossless: what is the same for the whole run."""
     stats = request.stats
@@ -335,63 +266,113 @@ def _cpu_model() -> str | None:
     return lines[0].partition(":")[2].strip() if lines else None
 
 
-def to_wandb(
-    logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]
-) -> str:
-    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
-    import wandb
+class Numbers(BaseModel):
+    """What is read of the numbers of a category, or of all requests; there are more."""
 
-    run, mode = _wandb_run(logger, cfg, job_type="eval")
-    columns: list[Any] = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
-    table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
-    images = {path.stem: wandb.Image(str(path)) for path in plots}
-    run.log({"requests": table, **images})
-    for key, value in summary["overall"].items():
-        if isinstance(value, int | float | str | None):
-            run.summary[key] = value
-    run.summary["by_category"] = {name: numbers for name, numbers in summary["categories"].items()}
-    run.finish()
-    return f"{mode}, {run.dir}"
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    mean_acceptance_length: float | None = None
+    acceptance_rate_per_position: list[float | None] | None = None
+    tokens_per_step: float | None = None
+    decode_tokens_per_s: float | None = None
+    draft_s_per_step: float | None = None
+    verify_s_per_step: float | None = None
+    speedup: float | None = None
+    speedup_interval: list[float] | None = Field(None, min_length=2, max_length=2)
+    speedup_cpu: float | None = None
+    speedup_model: float | None = None
+    efficiency: float | None = None
 
 
-def _wandb_run(logger: dict[str, Any], cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
-    """A run of W&B: of a directory always the same one, whose id is kept there."""
-    import wandb
+class Summary(BaseModel):
+    """What is read of a summary.json of eval/run.py; there is more."""
 
-    mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    target: str = ""
+    dtype: str = ""
+    prompts: str = ""
+    sampling: dict[str, Any] = {}
+    seed: int = 0
+    method: str = ""
+    speculative_config: dict[str, Any] = {}
+    num_speculative_tokens: int = 0
+    rejection: str = ""
+    lossless: bool = True
+    lossless_short: str = ""
+    lossless_verdict: str = ""
+    max_batch_size: int = 1
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 1
+    environment: dict[str, Any] = {}
+    busy: list[str] = []
+    overall: Numbers = Numbers()
+    categories: dict[str, Numbers] = {}
+
+
+class RequestRow(BaseModel):
+    """What is read of a row of requests.jsonl; there is more."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    id: str
+    category: str
+    num_prompt_tokens: int
+    output_token_ids: list[int]
+    sampling: dict[str, Any]
+    drafted: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    trimmed: list[int]
+    batch_size: list[int]
+    draft_s: list[float]
+    verify_s: list[float]
+    wall_s: list[float]
+    cpu_s: list[float]
+    proposer: list[str]
+    queue_s: float
+    time_to_first_token_s: float
+    prefill_s: float
+    prefill_cpu_s: float
+    decode_s: float
+
+    @model_validator(mode="after")
+    def _steps(self) -> RequestRow:
+        steps = ("drafted", "accepted", "emitted", "trimmed", "batch_size", "draft_s", "verify_s", "wall_s", "cpu_s")
+        if len({len(getattr(self, key)) for key in steps}) > 1 or len(self.proposer) not in (0, len(self.drafted)):
+            raise ValueError(f"its lists ({', '.join(steps)}) are not of one length")
+        return self
+
+
+def check_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Raise ValueError, one line with the row's number, for a row that eval/run.py did not write: one that lacks a key, or has
+    a value of another type."""
+    for number, row in enumerate(rows, 1):
+        _hold(RequestRow, row, f"{path}, line {number}", "move the file away, or mend the line")
+
+
+def read_summary(directory: Path, fix: str, keys: Iterable[str] = ("overall",), numbers: Iterable[str] = ()) -> dict[str, Any]:
+    """The summary.json of a finished run of eval/run.py. keys: those that must be there; numbers: those that must be there
+    overall and in every category. Raises ValueError, one line that ends with `fix`, for one that is not there, not whole, or
+    of other types than are written."""
+    path = directory / "summary.json"
+    summary = read_json_object(path, fix)
+    _hold(Summary, summary, path, fix)
+    parts = {"overall": summary.get("overall", {}), **{f"categories.{k}": v for k, v in summary.get("categories", {}).items()}}
+    lacking = [key for key in keys if key not in summary]
+    lacking += [f"{part}.{key}" for part, own in parts.items() for key in numbers if key not in own]
+    if lacking:
+        raise ValueError(f"{path} lacks {lacking[0]!r}; {fix}")
+    return summary
+
+
+def check_numbers(row: dict[str, Any], where: str) -> None:
+    """Raise ValueError, one line that begins with `where`, for a row of metrics whose numbers are none."""
+    _hold(Numbers, row, where, "it was altered")
+
+
+def _hold(record: type[BaseModel], values: dict[str, Any], where: Path | str, fix: str) -> None:
     try:
-        run = wandb.init(
-            id=_wandb_id(Path(cfg["out_dir"]) / WANDB_ID),
-            resume="allow",
-            project=logger["project"],
-            entity=logger["entity"],
-            name=cfg["name"],
-            job_type=job_type,
-            tags=logger["tags"],
-            config=cfg,
-            dir=cfg["out_dir"],
-            mode=mode,
-            settings=wandb.Settings(silent=True),
-        )
-    except wandb.Error as error:
-        raise ValueError(
-            f"logger=wandb: {first_line(error)}; mend that, or use logger.mode=offline; the files in {cfg['out_dir']} are whole"
-        ) from None
-    return run, mode
-
-
-def _wandb_id(path: Path) -> str:
-    """The id in a file, which is made if there is none."""
-    if not path.exists():
-        write_json(path, {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)})
-    try:
-        return str(json.loads(path.read_text())["id"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path}: holds no id of a W&B run; remove it to begin another run there") from None
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    netrc = Path.home() / ".netrc"
-    return netrc.exists() and "wandb" in netrc.read_text()
+        record.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {first_mistake(error)}; {fix}") from None

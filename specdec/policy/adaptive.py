@@ -2,7 +2,7 @@
 
 `Scheduled` looks K up by the number of rows, as vLLM's dynamic speculative decoding does. `Adaptive` weighs what a token is
 worth against what it costs: worth is the probability that it and all before it stand, learned while decoding (`AcceptanceModel`);
-costs come from a table (`specdec.policy.cost`). With T(n) the seconds of a step that spends n draft tokens and r the tokens per
+costs come from a table (`specdec.policy.cost_table`). With T(n) the seconds of a step that spends n draft tokens and r the tokens per
 second that the engine makes at this batch size, n tokens gain the sum of their survival probabilities less r T(n): the policy
 takes the n with the largest gain, which is the choice that makes the long-run rate best (Dinkelbach 1967; SpecDec++ 2405.19715
 and SmartSpec 2406.14066 have rules of this kind).
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from specdec.core import Draft, FixedLengthPolicy
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 
 AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
 FREE = 0.03  # of a plain step: drafts that take less time are not worth deciding about before they are there

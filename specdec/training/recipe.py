@@ -20,7 +20,9 @@ from specdec import config, hub, method, rejection
 from specdec.checked import nearest
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.measure import records, report
+from specdec.measure import logger, records
+from specdec.measure.report import console
+from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
 from specdec.params import SamplingParams
 from specdec.training import data, features, loop
@@ -75,7 +77,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
     at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
     model_arguments = model_args(model)
-    records.check_logger(cfg["logger"])
+    logger.check_logger(cfg["logger"])
     out_dir = Path(cfg["out_dir"])
     records.reserve(out_dir, cfg["resume"])
     torch.set_num_threads(cfg["num_threads"] or 1)
@@ -94,12 +96,12 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     given = cfg["data"]
     loaded = data.load_group(given, target)
     if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
-        report.show(
+        console.show(
             f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
             "make data of its own with train/prepare.py"
         )
     for note in loaded.notes if processes.is_main_process else ():
-        report.show(f"note: {note}")
+        console.show(f"note: {note}")
     if given["held_out"] >= len(loaded.samples):
         raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
     samples, held_out = data.held_out(loaded.samples, given["held_out"])
@@ -112,7 +114,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     if not drafter.needs_target(objective):
         source = features.TokenSource(device)
         if cfg["features"]["path"] and processes.is_main_process:
-            report.show("note: features.path is not read, since this objective learns from the data's tokens alone")
+            console.show("note: features.path is not read, since this objective learns from the data's tokens alone")
     elif cfg["features"]["path"]:
         source = features.StoredFeatures(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
         for sample in (*samples, *held_out):  # found now, not in the middle of a run
@@ -158,8 +160,8 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
             target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
         )
 
-    metrics = records.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
-    with report.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+    metrics = logger.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
+    with console.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
             assert metrics is not None
@@ -178,18 +180,19 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
     summary = identity | result | cpu_s | {"environment": records.environment(), "last_metrics": last}
     records.write_json(out_dir / "summary.json", summary)
-    plot = report.plot_training(metrics.rows.rows, f"{name} for {target.name}, {given['name']} data", out_dir / "train.png")
+    title = f"{name} for {target.name}, {given['name']} data"
+    plot = training_report.plot_training(metrics.rows.rows, title, out_dir / "train.png")
     where = metrics.close(result, [plot])
     if result["interrupted"]:
-        report.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
+        console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
     if result["best"]:
         best = result["best"]
-        report.show(
+        console.show(
             f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
         )
     if where:
-        report.show(f"wandb: {where}")
-    report.show(f"written to {out_dir}; decode with it:")
+        console.show(f"wandb: {where}")
+    console.show(f"written to {out_dir}; decode with it:")
     count = f"method.num_speculative_tokens={asked['num_speculative_tokens']}"
     print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
     stop(processes, result)

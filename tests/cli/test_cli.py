@@ -53,7 +53,8 @@ def start(*arguments: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run as a process of its own, called from a directory that has nothing to do with the repository."""
-    cwd, out_dir = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("finished") / "run"
+    cwd = tmp_path_factory.mktemp("elsewhere")
+    out_dir = tmp_path_factory.mktemp("finished") / "run"
     return out_dir, ended(start(*SMALL, *SELF, f"out_dir={out_dir}", cwd=cwd)), cwd
 
 
@@ -140,7 +141,8 @@ def test_the_summary_follows_from_the_rows(finished: Finished) -> None:
     assert overall["tokens_per_step"] == overall["speedup_ideal"] == 28 / 8
     assert overall["acceptance_rate_per_position"] == [1.0, 1.0, 0.5]
     assert overall["conditional_acceptance_per_position"] == [1.0, 1.0, 1.0]
-    speed, baseline = overall["decode_tokens_per_s"], overall["baseline_tokens_per_s"]
+    speed = overall["decode_tokens_per_s"]
+    baseline = overall["baseline_tokens_per_s"]
     assert overall["speedup"] == pytest.approx(speed / baseline)
     assert overall["efficiency"] == pytest.approx(overall["speedup"] / overall["speedup_model"])
     assert overall["tokens_per_step_over_requests"]["num_requests"] == 4
@@ -207,7 +209,8 @@ def test_block_with_greedy_drafts_says_that_nothing_is_gained(tmp_path: Path, cl
 def test_a_conversation_is_answered_turn_by_turn(tmp_path: Path, cli: Cli) -> None:
     turns = ["What is a sieve?", "And a colander?", "Thanks."]
     lines = [{"id": "talk", "category": "kitchen", "turns": turns}, {"turns": ["Hello."]}]
-    path, out_dir = write_tasks(tmp_path / "tasks.jsonl", lines), tmp_path / "run"
+    path = write_tasks(tmp_path / "tasks.jsonl", lines)
+    out_dir = tmp_path / "run"
     arguments = ("model=tiny", "task=jsonl", f"task.path={path}", "sampling.max_tokens=6", "max_batch_size=2")
     done = cli("run", *arguments, *SELF, f"out_dir={out_dir}")
     assert done.code == 0, done.err
@@ -466,7 +469,8 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
     with conversations, whose second turns are made from answers on disk."""
     lines = [{"turns": [f"Tell me about the number {i}.", "Why?"][: 1 + i % 2]} for i in range(60)]
     count = 90
-    path, out_dir = write_tasks(tmp_path / "tasks.jsonl", lines), tmp_path / "run"
+    path = write_tasks(tmp_path / "tasks.jsonl", lines)
+    out_dir = tmp_path / "run"
     what = ("model=tiny", "task=jsonl", f"task.path={path}", *SELF, "method.num_speculative_tokens=1")
     how = ("sampling.temperature=0.8", "sampling.max_tokens=24", "max_batch_size=3", "baseline=false")
     shared = (*what, *how)
@@ -507,7 +511,8 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
 
 
 def test_fields_of_a_prompt_reach_the_template_or_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, tool = tmp_path / "prompts.jsonl", {"name": "add", "parameters": {}}
+    path = tmp_path / "prompts.jsonl"
+    tool = {"name": "add", "parameters": {}}
     rows = [
         {"turns": ["hi"], "system": "Be brief.", "reference": ["x"]},
         {"turns": ["hi"], "tools": [tool], "reference": None},
@@ -540,7 +545,8 @@ def test_fields_of_a_prompt_reach_the_template_or_are_named(tmp_path: Path, caps
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The jobs of two sweeps over the same two methods."""
-    cwd, jobs = tmp_path_factory.mktemp("sweeps"), []
+    cwd = tmp_path_factory.mktemp("sweeps")
+    jobs = []
     for name in ("one", "two"):
         sweep = ("-m", "method=none,ngram", "experiment=tiny", "limit=1", "sampling.max_tokens=4")
         done = call("run", *sweep, f"out_dir={cwd / name}", cwd=cwd)
@@ -580,7 +586,9 @@ def test_a_sweep_leaves_nothing_where_it_was_called(sweeps: list[Path]) -> None:
 
 
 def test_runs_that_differ_do_not_compare(finished: Finished, tmp_path: Path, cli: Cli) -> None:
-    one, other, out = finished[0], tmp_path / "other", tmp_path / "plots"
+    one = finished[0]
+    other = tmp_path / "other"
+    out = tmp_path / "plots"
     assert cli("run", *SMALL, *SELF, "sampling.temperature=0.5", f"out_dir={other}").code == 0
     error = cli("compare", one, other, "--out", out).error
     assert "sampling" in error
@@ -649,7 +657,8 @@ def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:
     }
     for line in results["speed"]:
         assert (line["dtype"], line["threads"]) == ("float32", 1)
-        ours, theirs = line["ours_tokens_per_s"], line["theirs_tokens_per_s"]
+        ours = line["ours_tokens_per_s"]
+        theirs = line["theirs_tokens_per_s"]
         assert line["pooled_ratio"] == pytest.approx(ours / theirs)
         assert line["ratio"] > 0
     assert [line["method"] for line in results["batch"]] == ["none", "ngram", "draft_model"]
@@ -663,7 +672,9 @@ def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:
 
 def test_the_benchmark_decodes_every_prompt_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompt twice takes as many forwards twice: a contender must not know the answer already."""
-    target, forward, counts = CausalLM("tiny", "float32", "cpu"), CausalLM.forward, []
+    target = CausalLM("tiny", "float32", "cpu")
+    forward = CausalLM.forward
+    counts = []
 
     def counted(*given: Any, **more: Any) -> Any:
         counts[-1] += 1

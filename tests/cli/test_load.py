@@ -28,8 +28,8 @@ from specdec.measure.serving import Arrival
 from specdec.measure.stats import RequestTiming
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.policy import cost
-from specdec.policy.cost import CostTable
+from specdec.policy import cost_table
+from specdec.policy.cost_table import CostTable
 from support.cli import EVAL, OFFLINE, Cli, call, contents, ended, outputs, rows_of, wait_for_lines, write_tasks
 
 SELF = ("method=draft_model", "method.model=tiny")  # drafts for itself, so at temperature 0 every draft stands
@@ -127,7 +127,8 @@ def test_a_trace_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path: Path) -> None:
-    chosen, params = tasks.load(short_tasks(tmp_path / "t", 2)), SamplingParams(max_tokens=5)
+    chosen = tasks.load(short_tasks(tmp_path / "t", 2))
+    params = SamplingParams(max_tokens=5)
     given = [None, "t0/1", None, None, "t1/1#2", "t0/1#3", None, None, None]
     at = [Arrival(0.0, name) for name in given]
     names = [request.id for _, request, _ in serving.requests(target, chosen, at, params, 0)]
@@ -137,7 +138,8 @@ def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path:
 
 
 def test_requests_begin_again_under_other_names_and_seeds(target: CausalLM, tmp_path: Path) -> None:
-    chosen, params = tasks.load(short_tasks(tmp_path / "t", 3)), SamplingParams(max_tokens=5)
+    chosen = tasks.load(short_tasks(tmp_path / "t", 3))
+    params = SamplingParams(max_tokens=5)
     at = [Arrival(float(i)) for i in range(6)] + [Arrival(6.0, "mine", 2)]
     got = list(serving.requests(target, chosen, at, params, 0))
     assert [request.id for _, request, _ in got] == ["t0/1", "t1/1", "t2/1", "t0/1#2", "t1/1#2", "t2/1#2", "mine"]
@@ -161,7 +163,8 @@ def request(*steps: tuple[int, int, int, float, int], trimmed: int = 0) -> Reque
 
 def test_latencies_are_measured_from_when_a_request_was_due() -> None:
     own = request((3, 2, 3, 0.5, 2), (3, 0, 1, 1.0, 1))
-    own.queue_s, own.time_to_first_token_s = 2.0, 0.25
+    own.queue_s = 2.0
+    own.time_to_first_token_s = 0.25
     one = RequestTiming(10.0, 10.5, own)  # the engine was in a step for half a second
     assert one.admitted_s == 12.5
     assert one.time_to_first_token == 2.75
@@ -188,7 +191,8 @@ def test_a_run_by_hand() -> None:
     assert got["inter_token_s"]["median"] == 1.0
     assert got["end_to_end_s"]["mean"] == 2.0
     assert got["mean_acceptance_length"] == 1 + 3 / 3
-    early, late = stats.serving_metrics([first, second], 0.0, 1.5), stats.serving_metrics([first, second], 1.5, 3.0)
+    early = stats.serving_metrics([first, second], 0.0, 1.5)
+    late = stats.serving_metrics([first, second], 1.5, 3.0)
     assert (early["num_requests"], late["num_requests"]) == (1, 1)
     assert (early["output_tokens_per_s"], late["output_tokens_per_s"]) == (3 / 1.5, 1 / 1.5), "the last come at 3.0, not before"
     assert (early["requests_per_s"], late["requests_per_s"]) == (0, 0)
@@ -202,7 +206,8 @@ def test_phases_that_num_requests_cuts_short() -> None:
     cut, whole = (stats.by_phase(served, rates, cut) for cut in (True, False))
     assert list(cut) == ["0 to 1 s at 2/s", "1 to 2 s at 0/s", "2 to 2.75 s at 4/s"]
     assert list(whole) == [*list(cut)[:2], "2 to 4 s at 4/s", "4 to 9 s at 1/s"]
-    ended, lasting = cut["2 to 2.75 s at 4/s"], whole["2 to 4 s at 4/s"]
+    ended = cut["2 to 2.75 s at 4/s"]
+    lasting = whole["2 to 4 s at 4/s"]
     assert (ended["end_s"], ended["output_tokens_per_s"], ended["requests_per_s"]) == (2.75, 6 / 0.75, 2 / 0.75)
     assert ended["offered_requests_per_s"] == 2 / 0.5, "until the last came"
     assert (lasting["end_s"], lasting["output_tokens_per_s"], lasting["offered_requests_per_s"]) == (4.0, 6 / 2, 2 / 2)
@@ -243,14 +248,14 @@ def test_survival_leaves_out_drafts_that_were_cut() -> None:
 
 def test_predicted_tokens_per_s() -> None:
     table = CostTable([1, 2], [0, 2], [[1.0, 1.5], [2.0, 4.0]], [[0.0, 0.5], [0.0, 1.0]], {})
-    got = cost.tokens_per_s(table, [0.8, 0.4], 2)
+    got = cost_table.tokens_per_s(table, [0.8, 0.4], 2)
     assert got[0] == pytest.approx([1 / 1, 1.8 / (1.25 + 0.25), 2.2 / (1.5 + 0.5)])
     assert got[1] == pytest.approx([2 / 2, 3.6 / (3 + 0.5), 4.4 / (4 + 1)])
-    assert cost.best_schedule(table, [0.8, 0.4], 2) == [[1, 1, 1], [2, 2, 1]] or cost.best_schedule(table, [0.8, 0.4], 2) == [
-        [1, 2, 1]
-    ]
+    assert cost_table.best_schedule(table, [0.8, 0.4], 2) == [[1, 1, 1], [2, 2, 1]] or cost_table.best_schedule(
+        table, [0.8, 0.4], 2
+    ) == [[1, 2, 1]]
     # drafts in half of the steps only: half of the drafting, and of the tokens to verify
-    assert cost.tokens_per_s(table, [0.4], 2, [0.5])[0] == pytest.approx([1.0, 1.4 / (1.125 + 0.125)])
+    assert cost_table.tokens_per_s(table, [0.4], 2, [0.5])[0] == pytest.approx([1.0, 1.4 / (1.125 + 0.125)])
 
 
 def test_verifying_costs_the_same_whoever_drafts() -> None:
@@ -260,7 +265,7 @@ def test_verifying_costs_the_same_whoever_drafts() -> None:
         "a": table([0, 2], [1.0, 3.0], [0.0, 5.0]),
         "b": table([0, 1, 4], [1.2, 2.4, 6.0], [0.0, 1.0, 4.0]),
     }
-    got = cost.share_verification(tables)
+    got = cost_table.share_verification(tables)
     assert got["none"].verify_s == [[1.2]]
     assert got["a"].verify_s == [[1.2, pytest.approx((3.0 + 3.6) / 2)]], "in between is as the tables have it"
     assert got["b"].verify_s == [[1.2, pytest.approx((2.0 + 2.4) / 2), 6.0]], "beyond its end a table says nothing"
@@ -274,7 +279,8 @@ class Slow:
     """An engine of one row whose steps take `step_s`; a request is done after `steps` of them."""
 
     def __init__(self, step_s: float, steps: int = 2):
-        self.step_s, self.num_steps = step_s, steps
+        self.step_s = step_s
+        self.num_steps = steps
         self.waiting: list[Request] = []
         self.running: list[list[Any]] = []
         self.steps: list[Step] | None = None
@@ -286,7 +292,8 @@ class Slow:
         return len(self.running)
 
     def add(self, request: Request) -> None:
-        request.stats, request.added_at = RequestStats(), time.perf_counter()
+        request.stats = RequestStats()
+        request.added_at = time.perf_counter()
         self.waiting.append(request)
 
     def step(self) -> list[Request]:
@@ -410,14 +417,16 @@ TINY = ("model=tiny", "task=jsonl", "sampling.max_tokens=8", "sampling.ignore_eo
 
 
 def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
-    path, out_dir = short_tasks(tmp_path / "tasks.jsonl", 6), tmp_path / "run"
+    path = short_tasks(tmp_path / "tasks.jsonl", 6)
+    out_dir = tmp_path / "run"
     warm_start = ("sampling.temperature=0.8", "seed=3", f"task.path={path}")
     rate = "request_rate=[[0.4, 20], [0.4, 60]]"
     done = cli("load", *TINY, *SELF, *warm_start, rate, "max_batch_size=2", f"out_dir={out_dir}")
     assert done.code == 0, done.err
     names = {"requests.jsonl", "steps.jsonl", "summary.json", "config.yaml", "run.json", "load.png"}
     assert {file.name for file in out_dir.iterdir()} == names
-    rows, turns = rows_of(out_dir / "requests.jsonl"), rows_of(out_dir / "steps.jsonl")
+    rows = rows_of(out_dir / "requests.jsonl")
+    turns = rows_of(out_dir / "steps.jsonl")
     summary = json.loads((out_dir / "summary.json").read_text())
     at = {a.at_s for a in serving.arrivals("poisson", [[0.4, 20], [0.4, 60]], None, None, 6, 3)}
     assert {row["arrival_s"] for row in rows} == at
@@ -459,8 +468,10 @@ def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
 
 def test_a_thousand_requests_above_capacity(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is lost, none comes twice, and memory does not grow with what is through."""
-    path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
-    resident, add = [], records.JsonlFile.add
+    path = short_tasks(tmp_path / "tasks.jsonl")
+    out_dir = tmp_path / "run"
+    resident = []
+    add = records.JsonlFile.add
 
     def watched(self: records.JsonlFile, row: dict[str, Any]) -> None:
         add(self, row)
@@ -480,7 +491,8 @@ def test_a_thousand_requests_above_capacity(tmp_path: Path, cli: Cli, monkeypatc
 
 
 def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
-    path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
+    path = short_tasks(tmp_path / "tasks.jsonl")
+    out_dir = tmp_path / "run"
     what = (*TINY, f"task.path={path}", "num_requests=2000", "request_rate=inf", f"out_dir={out_dir}")
     process = start(*what, cwd=tmp_path)
     wait_for_lines(out_dir / "requests.jsonl", 20, process)
@@ -499,7 +511,8 @@ def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_ctrl_c_summarises_what_had_finished(tmp_path: Path) -> None:
-    path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
+    path = short_tasks(tmp_path / "tasks.jsonl")
+    out_dir = tmp_path / "run"
     what = (*TINY, f"task.path={path}", "num_requests=2000", "request_rate=inf", f"out_dir={out_dir}")
     process = start(*what, cwd=tmp_path)
     wait_for_lines(out_dir / "requests.jsonl", 5, process)
@@ -518,7 +531,8 @@ def test_ctrl_c_summarises_what_had_finished(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_tells_what_had_not_come(tmp_path: Path) -> None:
-    path, out_dir = short_tasks(tmp_path / "tasks.jsonl"), tmp_path / "run"
+    path = short_tasks(tmp_path / "tasks.jsonl")
+    out_dir = tmp_path / "run"
     trace = write_tasks(tmp_path / "trace", [{"arrival_s": 0.0}] * 3 + [{"arrival_s": 3600.0 + i} for i in range(7)])
     process = start(*TINY, f"task.path={path}", "arrivals=trace", f"trace={trace}", f"out_dir={out_dir}", cwd=tmp_path)
     wait_for_lines(out_dir / "requests.jsonl", 3, process)
@@ -582,7 +596,7 @@ def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
     )
     assert done.code == 0, done.err
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"cost.json", "cost.png", "config.yaml", "run.json"}
-    table = cost.load(tmp_path / "c" / "cost.json")
+    table = cost_table.load(tmp_path / "c" / "cost.json")
     assert (table.batch_sizes, table.draft_lengths) == ([1, 2, 3], [0, 1, 2, 3, 4])
     assert table.about["acceptance"]["survival"] == [1.0, 1.0, 1.0], "it drafts for itself"
     assert table.schedule is not None
@@ -621,7 +635,8 @@ def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_choosing(tmp_path: Path, cli: Cli) -> None:
-    path, out_dir = short_tasks(tmp_path / "tasks.jsonl", 5), tmp_path / "run"
+    path = short_tasks(tmp_path / "tasks.jsonl", 5)
+    out_dir = tmp_path / "run"
     runs = "{own: {method: draft_model, model: tiny}, auto: {method: ngram, num_speculative_tokens: auto}}"
     few = ("limit=4", "cost_repeats=1", "max_batch_size=2", "rates=[all,0.8,one]", "rounds=2", "methods=[ngram]")
     done = cli("choose", *TINY, f"task.path={path}", *few, f"runs={runs}", f"out_dir={out_dir}")
@@ -674,7 +689,8 @@ def test_choosing(tmp_path: Path, cli: Cli) -> None:
 )
 def test_who_drafted_nothing_is_not_the_fastest(rounds: int, words: str, tmp_path: Path, cli: Cli) -> None:
     """An n-gram that never matches does what plain decoding does, and differs from it by the noise alone."""
-    path, never = short_tasks(tmp_path / "tasks.jsonl", 2), "{method: ngram, prompt_lookup_min: 200, prompt_lookup_max: 200}"
+    path = short_tasks(tmp_path / "tasks.jsonl", 2)
+    never = "{method: ngram, prompt_lookup_min: 200, prompt_lookup_max: 200}"
     few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", f"rounds={rounds}")
     done = cli("choose", *TINY, f"task.path={path}", *few, f"runs={{never: {never}}}", f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
@@ -690,7 +706,8 @@ def test_a_verdict_names_what_it_does_not_count() -> None:
     assert spec.loader is not None
     choose = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(choose)
-    base, factors = [1.0 + 0.01 * i for i in range(12)], {"none": 1.0, "idle": 2.0, "suffix": 1.5, "e3": 3.0}
+    base = [1.0 + 0.01 * i for i in range(12)]
+    factors = {"none": 1.0, "idle": 2.0, "suffix": 1.5, "e3": 3.0}
     measured = {name: ([1.0] * 12, [second / by for second in base]) for name, by in factors.items()}
     runs = {
         name: {"at": {"all": {"num_draft_tokens": drafted}}, "gain_cpu": {"all": by_cpu}}

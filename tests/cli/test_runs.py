@@ -116,7 +116,8 @@ def test_a_second_process_is_told_who_has_the_directory(name: str, tmp_path: Pat
 def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
     """Two processes that append to one file under two names are two on one file."""
     given, key = HYDRA["train/prepare"]
-    link, real = tmp_path / "link.jsonl", tmp_path / "real.jsonl"
+    link = tmp_path / "link.jsonl"
+    real = tmp_path / "real.jsonl"
     real.write_text("")
     link.symlink_to(real)
     with held(tmp_path / ".real.jsonl.lock") as process:
@@ -162,8 +163,11 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) -> None:
     """Whichever comes first; the others are told, and end before they write."""
-    out_dir, count = tmp_path / "outputs" / "run", 6
-    barrier, said, over = FORK.Barrier(count), FORK.SimpleQueue(), FORK.Event()
+    out_dir = tmp_path / "outputs" / "run"
+    count = 6
+    barrier = FORK.Barrier(count)
+    said = FORK.SimpleQueue()
+    over = FORK.Event()
 
     def child() -> None:
         barrier.wait(30)
@@ -339,7 +343,7 @@ def test_a_run_under_load_ends_with_the_code_of_its_signal(
         raise error
         yield
 
-    monkeypatch.setattr("specdec.measure.serving.send", stopped)
+    monkeypatch.setattr("specdec.measure.serving.run_open_loop", stopped)
     done = run("eval/load", "model=tiny", "limit=1", f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert (done.code, done.err.splitlines()[-1]) == (code, "interrupted before any request had finished")
 

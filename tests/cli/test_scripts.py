@@ -58,7 +58,8 @@ def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
     def resolve_only(page: str, run: Any, *defaults: str) -> None:
         launch(page, lambda cfg: None, *defaults)
 
-    parsed, launch = argparse.ArgumentParser.parse_args, config.launch
+    parsed = argparse.ArgumentParser.parse_args
+    launch = config.launch
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         patch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
@@ -215,9 +216,11 @@ def test_cutting_says_what_our_engine_does() -> None:
         stats = llm.generate("to be or not to be", params, use_tqdm=False)[0].request.stats
         return list(zip(stats.drafted, stats.accepted, strict=True))
 
-    whole, cuts = steps(80), 0
+    whole = steps(80)
+    cuts = 0
     for max_tokens in range(4, 40):
-        emitted, reached = 1, []
+        emitted = 1
+        reached = []
         for step in whole:
             if emitted < max_tokens:
                 reached.append(step)

@@ -111,7 +111,8 @@ def trained(variant: str, **of_target: Any) -> Checkpoint:
 
 @cache
 def _trained(name: str) -> Checkpoint:
-    own, noise = VARIANTS[name], torch.Generator().manual_seed(5)
+    own = VARIANTS[name]
+    noise = torch.Generator().manual_seed(5)
     target = loaded(own.target)
     if own.kind == "mlp":
         config = {
@@ -202,7 +203,8 @@ def test_transformers_reads_the_layer_as_we_mean_it(name: str, tmp_path: Path) -
 
 
 def test_vllm_and_sglang_get_the_same_eagle3_directory(tmp_path: Path) -> None:
-    a, b = written(tmp_path / "a", "eagle3-reduced", "vllm"), written(tmp_path / "b", "eagle3-reduced", "sglang")
+    a = written(tmp_path / "a", "eagle3-reduced", "vllm")
+    b = written(tmp_path / "b", "eagle3-reduced", "sglang")
     assert {path.name: path.read_bytes() for path in a.iterdir()} == {path.name: path.read_bytes() for path in b.iterdir()}
 
 
@@ -568,7 +570,8 @@ def verdict(directory: Path, target: str | None = None) -> set[str]:
 @pytest.mark.parametrize(("name", "engine"), PAIRS)
 def test_what_is_written_loads_where_it_should(name: str, engine: str, tmp_path: Path) -> None:
     written(tmp_path, name, engine)
-    kind, target = VARIANTS[name].kind, VARIANTS[name].target
+    kind = VARIANTS[name].kind
+    target = VARIANTS[name].target
     expected = (
         {"vllm", "speculators"}
         if engine == "speculators"
@@ -823,9 +826,12 @@ def packaged(directory: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", PACKAGED)
 def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
     """Logits of three unrolled steps over a document, against ours."""
-    theirs, target = package(packaged(tmp_path, name)), loaded(VARIANTS[name].target)
+    theirs = package(packaged(tmp_path, name))
+    target = loaded(VARIANTS[name].target)
     ours: Any = Eagle3(target, trained(name), 3)
-    tokens, logits, num_steps = np.random.default_rng(0).integers(0, VOCAB, 40), [], 3
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 40)
+    logits = []
+    num_steps = 3
     batch = OnlineFeatures(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
     plan = unroll.plan(batch.length_B, batch.mask_N, num_steps)
     theirs.lm_head.register_forward_hook(lambda module, given, made: logits.append(made[0]))
@@ -848,7 +854,9 @@ def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["peagle", "peagle-qwen3-layer"])
 def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P-EAGLE: logits of every row and depth, mask places included, none of them left out."""
-    theirs, target, depths = package(packaged(tmp_path, name)), loaded(), 4
+    theirs = package(packaged(tmp_path, name))
+    target = loaded()
+    depths = 4
     core = importlib.import_module("speculators.models.peagle.core")
     drawn: list[tuple[Tensor, Tensor]] = []
     sample = core.generate_cod_sample_indices
@@ -887,7 +895,8 @@ def test_what_the_package_writes_is_read(name: str, tmp_path: Path) -> None:
     """Ours -> the package's own save -> ours: nothing was lost or made up on the way."""
     theirs = package(packaged(tmp_path / "ours", name))
     theirs.save_pretrained(tmp_path / "theirs")
-    came, made = checkpoint.load(tmp_path / "theirs"), trained(name)
+    came = checkpoint.load(tmp_path / "theirs")
+    made = trained(name)
     same(came, made)
     came.check(made.method, loaded(VARIANTS[name].target))
 
@@ -896,7 +905,8 @@ def test_the_packages_converter_keeps_every_tensor(tmp_path: Path) -> None:
     """Raw EAGLE-3 -> `speculators convert` -> ours."""
     converter = pytest.importorskip("speculators.convert.eagle.eagle3_converter")
     pytest.importorskip("loguru").logger.disable("speculators")
-    made, target = trained("eagle3-layers"), str(loaded().path)
+    made = trained("eagle3-layers")
+    target = str(loaded().path)
     ids = made.config["eagle_aux_hidden_state_layer_ids"]
     written(tmp_path / "raw", "eagle3-layers", "vllm")
     converter.Eagle3Converter().convert(
@@ -954,7 +964,8 @@ def test_a_run_is_shared(engine: str, run: Path, share: Cli, tmp_path: Path) -> 
     out = tmp_path / "shared"
     assert {path.name for path in out.iterdir()} == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["shared"], "nothing temporary stays"
-    came, made = checkpoint.load(out), native.load(run)
+    came = checkpoint.load(out)
+    made = native.load(run)
     same(came, made)
     card = (out / "README.md").read_text()
     row = next(
@@ -1265,7 +1276,8 @@ def test_an_output_layer_of_a_module_is_lost(ships: Callable[[str], Path], tmp_p
     own = changed(ships("deepseek-moe"), tmp_path / "own", lambda held: held[key].add_(0.3))
     for engine in ("vllm", "sglang"):
         assert "[lm_head] shared_head.head is not the target's" in of(lint.check(own), engine)
-    made, target = shipped.read(own), CausalLM(own, "float32", "cpu")
+    made = shipped.read(own)
+    target = CausalLM(own, "float32", "cpu")
     (tmp_path / "out").mkdir()
     one_line(lambda: checkpoint.write(made, tmp_path / "out", "vllm", target), "train.init.train_lm_head=false")
 
@@ -1474,14 +1486,16 @@ def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path)
 @pytest.mark.parametrize("start", ["a run", "weights alone", "a speculators directory"])
 def test_every_export_of_a_drafter_drafts_as_many_tokens(start: str, run: Path, share: Cli, tmp_path: Path) -> None:
     """As it was trained to be served, as its config says, or as is usual: in commands, cards and configs alike."""
-    source, count = run, 3
+    source = run
+    count = 3
     if start != "a run":
         (tmp_path / "ours").mkdir()
         native.save(tmp_path / "ours", trained("eagle3"), {"identity": {"eval": {"num_speculative_tokens": None}}}, "")
         source = tmp_path / "ours"
     if start == "a speculators directory":
         assert share(f"checkpoint={source}", "format=speculators", "out=theirs", "num_speculative_tokens=6").code == 0
-        source, count = tmp_path / "theirs", 6
+        source = tmp_path / "theirs"
+        count = 6
     for format in ("vllm", "sglang", "speculators"):
         done = share(f"checkpoint={source}", f"format={format}", f"out={format}", "target=tiny-llama")
         assert done.code == 0, done.err

@@ -1,7 +1,7 @@
 """Draft models and PARD: what is trained is what drafts, the rows and attention of mask tokens in plain words, checkpoints that
 transformers loads, and what is refused.
 
-`tests/test_methods.py`, `test_exact.py` and `test_engine_law.py` hold how they draft to what every method keeps.
+`test_methods.py`, `test_exact.py` and `test_engine_distribution.py` hold how they draft to what every method keeps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from support.methods import context
 from support.table import Restless, TableLM
 from support.training import WORKER, conversations, same, same_rows, state_of, stop_at
 
-K, MASK = 4, 259
+K = 4
+MASK = 259
 KINDS: dict[str, type[DraftModel]] = {"draft_model": DraftModel, "pard": Pard}
 BOTH = pytest.mark.parametrize("kind", KINDS)
 LAYERS = {"layer_ids": [0, 2]}
@@ -152,7 +153,8 @@ def watched(proposer: Any) -> list[Asked]:
     """Make a draft model write down what happens while it proposes."""
     asked: list[Asked] = []
     seen: list[Tensor] = []
-    forward, propose = proposer.forward_tokens, proposer.propose
+    forward = proposer.forward_tokens
+    propose = proposer.propose
 
     def forward_tokens(*given: Any) -> Tensor:
         seen.append(forward(*given).clone())
@@ -160,7 +162,8 @@ def watched(proposer: Any) -> list[Asked]:
 
     def watching(given: Any) -> Any:
         seen.clear()
-        draft, first = propose(given), 0
+        draft = propose(given)
+        first = 0
         for b, length in enumerate(draft.length_B.tolist() if seen else ()):
             # a draft model gives every row a line in every step, PARD every place of every row in one
             own = [step[b] for step in seen[:length]] if proposer.name == "draft_model" else seen[0][first : first + length]
@@ -169,7 +172,8 @@ def watched(proposer: Any) -> list[Asked]:
                 asked.append(Asked(given.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), list(own)))
         return draft
 
-    proposer.forward_tokens, proposer.propose = forward_tokens, watching
+    proposer.forward_tokens = forward_tokens
+    proposer.propose = watching
     return asked
 
 
@@ -179,9 +183,11 @@ def watched(proposer: Any) -> list[Asked]:
 def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool) -> None:
     """Every draft of a decoding in a batch, against training over (committed tokens, draft) as a document of a packed batch:
     logits at every step and position."""
-    trained, target = learner(kind, variant), loaded(VARIANTS[variant].target)
+    trained = learner(kind, variant)
+    target = loaded(VARIANTS[variant].target)
     proposer: Any = method.build(kind, target, model=str(written(trained)), num_speculative_tokens=K)
-    asked, lengths = watched(proposer), (3, 130, 20, 2, 9)
+    asked = watched(proposer)
+    lengths = (3, 130, 20, 2, 9)
     policy = Restless(K) if restless else None
     assert decode(target, proposer, prompts(*lengths), policy=policy) == plain(VARIANTS[variant].target, lengths)
     assert len({len(one.drafted) for one in asked}) > 1, "some rows draft less, at their end"
@@ -190,16 +196,19 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
     for i, one in enumerate(asked):
         tokens = np.array([*one.tokens, *one.drafted, 0])
         documents.append(data.Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
-    batch, compared = TokenSource(torch.device("cpu"))(documents), 0
+    batch = TokenSource(torch.device("cpu"))(documents)
+    compared = 0
     plan = trained.plan(batch, trained.objective.steps_at(1.0), 0)
     first_B = np.cumsum(batch.length_B) - batch.length_B
     with torch.no_grad():
         states = trained.unrolled(batch, plan)
         for i, one in enumerate(asked):
             for k, logits_V in enumerate(one.logits):
-                row, step = first_B[i] + len(one.tokens) - 1, k
+                row = first_B[i] + len(one.tokens) - 1
+                step = k
                 if kind == "draft_model":  # its later drafts are later rows of the one step
-                    row, step = row + k, 0
+                    row = row + k
+                    step = 0
                 place = int(np.searchsorted(plan.steps[step].rows, row))
                 assert plan.steps[step].rows[place] == row
                 (weight_VD,) = trained.heads()
@@ -246,7 +255,8 @@ def test_packed_is_unpacked(kind: str, variant: str) -> None:
 def test_mask_tokens_in_plain_words(variant: str) -> None:
     """PARD with all rows, against K copies of a document, of which the i-th has mask tokens only, and one dense mask over
     [K L, K L]: row (i, p) sees the tokens up to p - i, and the mask tokens (j, p - i + j) of its own chain."""
-    num_depths, decay = 3, 0.7
+    num_depths = 3
+    decay = 0.7
     trained = learner("pard", variant, num_depths, loss={"nll": 1.0}, step_loss_decay=decay)
     document = sample("two turns", 21, [(5, 12), (15, 21)])
     loss, _, grads = gradients(trained, TokenSource(torch.device("cpu"))([document]))
@@ -288,13 +298,15 @@ def test_deeper_rows_are_fewer_and_nested() -> None:
             own = step.rows[(step.rows >= first) & (step.rows < first + length)] - first
             assert share * length - (k + 1) <= len(own) <= share * length, "but for those at the end"
             assert own.max() + 1 + k < length
-    again, other = trained.plan(batch, 5, "seed 3"), trained.plan(batch, 5, "seed 4")
+    again = trained.plan(batch, 5, "seed 3")
+    other = trained.plan(batch, 5, "seed 4")
     assert all((a.rows == b.rows).all() for a, b in zip(plan.steps, again.steps, strict=True))
     assert not np.array_equal(plan.steps[2].rows, other.steps[2].rows)
 
 
 def test_a_warm_up_trains_a_draft_model() -> None:
-    trained, plain_ = learner("pard", depth_warmup=0.5), learner("draft_model")
+    trained = learner("pard", depth_warmup=0.5)
+    plain_ = learner("draft_model")
     batch = features(trained.target, SAMPLES)
     assert [trained.num_steps(progress) for progress in (0.0, 0.49, 0.5, 1.0)] == [1, 1, K, K]
     close(gradients(trained, batch, progress=0.2), gradients(plain_, batch))
@@ -343,7 +355,8 @@ def test_the_target_runs_only_for_its_law() -> None:
 
 
 def train(out_dir: Path, kind: str, variant: str = "llama", **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
-    trained, rows = learner(kind, variant, **({"down_sample_ratio": 0.6} if kind == "pard" else {})), []
+    trained = learner(kind, variant, **({"down_sample_ratio": 0.6} if kind == "pard" else {}))
+    rows = []
     settings = Settings(
         max_steps=20, global_batch_size=4, micro_batch_size=2, lr=1e-3, mixed_precision="no", log_every=1, eval_every=6,
         save_every=7, warmup_ratio=0.2,
@@ -436,7 +449,8 @@ def test_from_a_draft_model_to_pard(arguments: list[str], tmp_path: Path) -> Non
         assert not (tmp_path / "d").exists()
     assert "occurs in sample" in refused.err
 
-    target, lengths = loaded(), (3, 40, 9)
+    target = loaded()
+    lengths = (3, 40, 9)
     for kind, name in (("draft_model", "a"), ("pard", "b"), ("pard", "c/last")):
         proposer = method.build(kind, target, model=str(tmp_path / name), num_speculative_tokens=3)
         assert decode(target, proposer, prompts(*lengths)) == plain("tiny-llama", lengths)
@@ -451,12 +465,14 @@ def test_a_checkpoint_is_a_plain_model(kind: str, variant: str) -> None:
     """transformers loads it, with a tokenizer, and says what our engine says; tied weights are there once; opened again it is
     the same draft model."""
     trained = learner(kind, variant)
-    directory, target = written(trained), loaded(VARIANTS[variant].target)
+    directory = written(trained)
+    target = loaded(VARIANTS[variant].target)
     names = set(load_file(directory / "model.safetensors"))
     tied = json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
     assert ("lm_head.weight" in names) == (not tied)
     theirs = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    ours, tokens = CausalLM(directory, "float32", "cpu"), prompts(60)[0]
+    ours = CausalLM(directory, "float32", "cpu")
+    tokens = prompts(60)[0]
     cache_ = ours.new_cache()
     cache_.reserve(1, 64)
     logits = ours.forward(cache_, torch.tensor(tokens), np.array([0]), np.array([60])).logits
@@ -511,7 +527,8 @@ def written_of(target: CausalLM, checkpoint: Checkpoint) -> Path:
 
 def fed(proposer: Any, prompts_: list[list[int]], committed: list[list[int]], max_draft: list[int] | None = None) -> list[Any]:
     """(ids, where each row begins, places of the logits) of every forward of one draft, after prefills of the prompts."""
-    calls, forward = [], proposer.model.forward
+    calls = []
+    forward = proposer.model.forward
 
     def watching(cache_: Any, token_N: Tensor, start_B: np.ndarray, length_B: np.ndarray, **more: Any) -> Any:
         calls.append((token_N.tolist(), start_B.tolist(), more["keep"].tolist()))
@@ -529,7 +546,8 @@ def fed(proposer: Any, prompts_: list[list[int]], committed: list[list[int]], ma
     return calls
 
 
-PROMPTS, NEW = [[1, 2, 3, 4, 5], list(range(30, 40))], [[10, 11, 100], [20, 21, 200]]
+PROMPTS = [[1, 2, 3, 4, 5], list(range(30, 40))]
+NEW = [[10, 11, 100], [20, 21, 200]]
 
 
 def test_a_draft_model_is_fed_as_in_vllm() -> None:

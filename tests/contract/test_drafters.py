@@ -120,7 +120,8 @@ def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
 @cache
 def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
-    own, noise = VARIANTS[variant], torch.Generator().manual_seed(4)
+    own = VARIANTS[variant]
+    noise = torch.Generator().manual_seed(4)
     fresh = own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids)
     for _, tensor in sorted(fresh.tensors.items()):
         if tensor.is_floating_point():
@@ -135,7 +136,8 @@ def drafter(variant: str, num_draft: int = 1, **more: Any) -> Any:
 
 def learner(variant: str, **objective: Any) -> Any:
     """One for training, which scales features where its variant does. P-EAGLE keeps all rows unless told otherwise."""
-    own, trained = VARIANTS[variant], drafter(variant)
+    own = VARIANTS[variant]
+    trained = drafter(variant)
     given: dict[str, Any] = {MLP: {}, PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}[own.kind]
     given = given | {"loss": {"ce": 0.5, "nll": 0.5}} | objective
     trained.for_training(own.kind.objective_type(**given), own.init, statistics(own.target, trained.hidden_layers))
@@ -173,7 +175,8 @@ def watched(proposer: Any) -> list[Asked]:
     asked: list[Asked] = []
     steps: list[tuple[Tensor, Tensor]] = []
     name = "head_logits" if isinstance(proposer, MLP) else "draft_logits"
-    logits_of, propose = getattr(proposer, name), proposer.propose
+    logits_of = getattr(proposer, name)
+    propose = proposer.propose
 
     def kept(*given: Any) -> Tensor:
         logits_BV: Tensor = logits_of(*given)
@@ -186,7 +189,8 @@ def watched(proposer: Any) -> list[Asked]:
         for b, length in enumerate(draft.length_B.tolist()):
             own = steps[:length]
             one = Asked(int(context.rows[b]), context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), [], [])
-            one.states, one.logits = [states[b] for states, _ in own], [logits[b] for _, logits in own]
+            one.states = [states[b] for states, _ in own]
+            one.logits = [logits[b] for _, logits in own]
             asked.append(one)
         return draft
 
@@ -203,7 +207,8 @@ def hold_to_training(
 
     A verifier that accepts by lot makes drafts of every length stand and fall, whatever the drafter is worth."""
     proposer = type(trained)(trained.target, trained.to_checkpoint(), num_draft)
-    asked, rates = watched(proposer), [0.8, 0.62, 0.45, 0.3][:num_draft]
+    asked = watched(proposer)
+    rates = [0.8, 0.62, 0.45, 0.3][:num_draft]
     verifier = rejection.build("synthetic", num_draft, synthetic_acceptance_rates=rates)
     engine = Engine(trained.target, proposer, verifier, max_batch_size=3, prefill_chunk_size=64, policy=policy)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -275,7 +280,8 @@ def test_drafts_go_on_from_a_long_prompt(variant: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("variant", ["mlp", "peagle-2-layers-reduced", "mtp-4-qwen3"])
 def test_output_is_the_targets(variant: str) -> None:
     """Under a lossless verifier, with a budget that ends within the drafter's context and one that does not."""
-    own, lengths = VARIANTS[variant], (3, 40, 20, 2, 9)
+    own = VARIANTS[variant]
+    lengths = (3, 40, 20, 2, 9)
     for more in ({}, {"max_model_len": 24}, {"draft_sample_method": "probabilistic"}):
         proposer = drafter(variant, own.num_draft, **more)
         asked = watched(proposer)
@@ -295,9 +301,14 @@ def rms_normed(x: Tensor, eps: float = 1e-6) -> Tensor:
 @pytest.mark.parametrize("variant", OF[MLP])
 def test_an_mlp_head_is_its_formula(variant: str) -> None:
     """s_i = gelu(ln_i(proj_i(s_{i-1}) + w_e / w_s emb_i(x_i))): what IBM's code does, with the tensors of the checkpoint."""
-    own, made, trained = VARIANTS[variant], grown(variant), drafter(variant)
-    weights, config = made.tensors, made.config
-    n, inner, tied = config["n_predict"], config["inner_dim"], config["tie_weights"]
+    own = VARIANTS[variant]
+    made = grown(variant)
+    trained = drafter(variant)
+    weights = made.tensors
+    config = made.config
+    n = config["n_predict"]
+    inner = config["inner_dim"]
+    tied = config["tie_weights"]
     batch = features(trained, [SAMPLES[0]])
     count = len(batch.token_N) - n - 1
     state = loaded(own.target).final_norm(batch.hidden_NTD[:count, -1])
@@ -309,7 +320,8 @@ def test_an_mlp_head_is_its_formula(variant: str) -> None:
         plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), n)
         unrolled = trained.unrolled(batch, plan)
         for i in range(n):
-            token_N, of = batch.token_N[1 + i : 1 + i + count], 0 if tied else i
+            token_N = batch.token_N[1 + i : 1 + i + count]
+            of = 0 if tied else i
             own_embedding = config["own_embedding"]
             embedded = weights[f"emb.{of}.weight"][token_N] if own_embedding else trained.target.embedding(token_N)
             x = state @ weights[f"proj.{min(i, 1) if tied else i}.weight"].t() + w_e / w_s * embedded
@@ -331,22 +343,27 @@ class Placed(InWords):
 
     def __init__(self, made: Checkpoint, position_N: Tensor, sees_NN: Tensor) -> None:
         super().__init__(made)
-        self.position_N, self.sees_NN = position_N, sees_NN
+        self.position_N = position_N
+        self.sees_NN = sees_NN
 
     def rotated(self, x_NHW: Tensor) -> Tensor:
         half = x_NHW.shape[-1] // 2
         speed = self.shape["rope_parameters"]["rope_theta"] ** (-torch.arange(half) / half)
         angle = self.position_N.view(-1, 1, 1) * speed
-        a, b = x_NHW[..., :half], x_NHW[..., half:]
+        a = x_NHW[..., :half]
+        b = x_NHW[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         width = self.shape["head_dim"]
         q, k, v = (self.linear(x, f"{name}.{part}_proj").unflatten(-1, (-1, width)) for part in "qkv")
         if self.config["layer_type"] == "qwen3":
-            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+            q = self.norm(q, f"{name}.q_norm")
+            k = self.norm(k, f"{name}.k_norm")
         repeat = q.shape[1] // k.shape[1]
-        q, k, v = self.rotated(q), self.rotated(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        q = self.rotated(q)
+        k = self.rotated(k).repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
         score = torch.einsum("qhw,khw->hqk", q, k) / width**0.5
         weight = score.masked_fill(~self.sees_NN, float("-inf")).softmax(-1)
         return self.linear(torch.einsum("hqk,khw->qhw", weight, v).flatten(1), f"{name}.o_proj")
@@ -364,13 +381,15 @@ class Placed(InWords):
 def test_depths_are_one_dense_masked_pass(variant: str) -> None:
     """Every row at every depth, with one matrix that says who sees whom: a mask place sees the tokens of its document up to
     its row, and the mask places of its own row at lesser depths. Two documents; which rows are computed is COD's affair."""
-    made, depths = grown(variant), 4
+    made = grown(variant)
+    depths = 4
     for ratio in (1.0, 0.7):
         trained = drafter(variant)
         trained.objective = Depths(num_depths=depths, down_sample_ratio=ratio, down_sample_ratio_min=0.2)
         batch = features(trained, [SAMPLES[0], SAMPLES[1]])
         count = len(batch.token_N)
-        row, depth = torch.arange(count).repeat(depths), torch.arange(depths).repeat_interleave(count)
+        row = torch.arange(count).repeat(depths)
+        depth = torch.arange(depths).repeat_interleave(count)
         first = torch.from_numpy(np.repeat(np.cumsum(batch.length_B) - batch.length_B, batch.length_B)).repeat(depths)
         same_document = first[:, None] == first
         tokens_before = (depth == 0) & (row <= row[:, None])
@@ -395,8 +414,11 @@ def test_what_a_pass_of_peagle_is_fed() -> None:
     place for a rejected token is left out."""
     proposer = drafter("peagle-2-layers-reduced", 3)
     proposer.reserve(2, 64)
-    mask, fed, kept = proposer.mask_token_id, [], []
-    step, forward_pairs = proposer.step, proposer.forward_pairs
+    mask = proposer.mask_token_id
+    fed = []
+    kept = []
+    step = proposer.step
+    forward_pairs = proposer.forward_pairs
 
     def feeding(embedding: Tensor, hidden: Tensor, position: Tensor, *more: Any) -> Any:
         fed.append((embedding, hidden, position))
@@ -406,9 +428,11 @@ def test_what_a_pass_of_peagle_is_fed() -> None:
         kept.append(given[-1].tolist())
         return forward_pairs(*given)
 
-    proposer.step, proposer.forward_pairs = feeding, keeping
+    proposer.step = feeding
+    proposer.forward_pairs = keeping
     token_RL = np.zeros((2, 64), dtype=np.int64)
-    token_RL[0, 5:9], token_RL[1, 10:15] = [10, 11, 12, 100], [20, 21, 22, 23, 200]
+    token_RL[0, 5:9] = [10, 11, 12, 100]
+    token_RL[1, 10:15] = [20, 21, 22, 23, 200]
     taps = torch.randn(7, 3, 64, generator=torch.Generator().manual_seed(0))
     taps = taps[:, : len(proposer.hidden_layers)]
     given = Context(
@@ -434,14 +458,18 @@ class ModuleInWords:
     """MTP: eh_proj(cat[enorm(embedding), hnorm(h)]), transformers' own decoder layer with eager attention, norm."""
 
     def __init__(self, target: CausalLM, weights: dict[str, Tensor], layer: Any, kind: str = "full_attention") -> None:
-        self.target, self.weights, self.layer, self.kind = target, weights, layer, kind
+        self.target = target
+        self.weights = weights
+        self.layer = layer
+        self.kind = kind
 
     @classmethod
     def of(cls, target: CausalLM, tensors: dict[str, Tensor], i: int) -> ModuleInWords:
         """Module i of a checkpoint of ours."""
         weights = {name.removeprefix(f"mtp.{i}."): x for name, x in tensors.items() if name.startswith(f"mtp.{i}.")}
         config = copy.deepcopy(target.config)
-        config._attn_implementation, config.attn_logit_softcapping = "eager", None
+        config._attn_implementation = "eager"
+        config.attn_logit_softcapping = None
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * target.num_layers
         last = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=target.num_layers - 1)
         layer = type(target.model.get_decoder().layers[last])(config, last).eval()
@@ -468,11 +496,14 @@ def mtp_states(
 ) -> list[Tensor]:
     """[D] at one row of one document, for every step. One module goes on behind the row with what it said itself; of several,
     each runs over all rows up to it."""
-    num_modules, target = len(modules), modules[0].target
+    num_modules = len(modules)
+    target = modules[0].target
     if config["last_hidden_kind"] == "post_norm":
         last_ND = modules[0].norm(last_ND, target.final_norm.weight)
-    embedding, target_last = target.embedding(token_N[1 : row + 2]), last_ND[: row + 1]
-    hidden, states = target_last, []
+    embedding = target.embedding(token_N[1 : row + 2])
+    target_last = last_ND[: row + 1]
+    hidden = target_last
+    states = []
     for k in range(steps):
         if num_modules > 1:
             embedding = target.embedding(token_N[1 + k : row + 2 + k])
@@ -492,7 +523,9 @@ def mtp_states(
 
 @pytest.mark.parametrize("variant", OF[MTP])
 def test_an_mtp_module_is_its_formula(variant: str) -> None:
-    made, trained, own = grown(variant), drafter(variant), VARIANTS[variant]
+    made = grown(variant)
+    trained = drafter(variant)
+    own = VARIANTS[variant]
     modules = [ModuleInWords.of(trained.target, made.tensors, i) for i in range(made.config["num_modules"])]
     batch = features(trained, [SAMPLES[1], SAMPLES[0]])
     with torch.no_grad():
@@ -513,7 +546,8 @@ def test_an_mtp_module_is_its_formula(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value, sums and the gradient of every parameter; none of them is zero."""
-    trained, own = learner(variant), VARIANTS[variant]
+    trained = learner(variant)
+    own = VARIANTS[variant]
     batch = features(trained, SAMPLES)
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     loss, sums, grads = gradients(trained, batch)
@@ -542,7 +576,8 @@ def test_readable_attention_gives_the_same_states(variant: str) -> None:
 def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
     """In words: -log q(x) of every head at every supervised token that it can draft, unweighted."""
     trained = learner(variant, loss={"nll": 1.0})
-    batch, want = features(trained, SAMPLES), 0.0
+    batch = features(trained, SAMPLES)
+    want = 0.0
     plan = trained.plan(batch, steps_of(trained), 0)
     place = {token: i for i, token in enumerate(REDUCED.tolist() if VARIANTS[variant].reduced else range(VOCAB))}
     with torch.no_grad():
@@ -619,14 +654,16 @@ def test_documents_that_end_before_the_steps_do(variant: str) -> None:
 def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None:
     """What may change a row of position p at step k, and nothing else does: tokens up to p + 1 + k (P-EAGLE: p + 1; an MLP:
     from p + 1 on) and the target's states up to p (an MLP: of p) of its own document."""
-    trained, kind = learner(variant), VARIANTS[variant].kind
+    trained = learner(variant)
+    kind = VARIANTS[variant].kind
     batch = features(trained, [SAMPLES[0], SAMPLES[1], SAMPLES[0]])
     plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), 3 if kind is PEagle else steps_of(trained))
     first_N = torch.from_numpy(plan.first_N)
     with torch.no_grad():
         want = trained.unrolled(batch, plan)
         for place in (0, 1, 23, 39, 40, 41, 56, 57, 60):
-            token_N, hidden_NTD = batch.token_N.clone(), batch.hidden_NTD.clone()
+            token_N = batch.token_N.clone()
+            hidden_NTD = batch.hidden_NTD.clone()
             token_N[place] = (token_N[place] + 1) % VOCAB
             hidden_NTD[place] *= -2.0
             by_token = trained.unrolled(replace(batch, token_N=token_N), plan)
@@ -638,7 +675,8 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
                 sees_token = inside & (last >= place) & bool(place != first_N[place])
                 sees_state = inside & (row_A >= place)
                 if kind is MLP:
-                    sees_token, sees_state = sees_token & (row_A < place), row_A == place
+                    sees_token = sees_token & (row_A < place)
+                    sees_state = row_A == place
                 if variant == "mtp-4-targets-state-gemma3":  # module k is given tokens from 1 + k on, and nothing of others
                     sees_token &= bool(place - first_N[place] >= 1 + k)
                 assert (by_token[k] != want[k]).any(1).tolist() == sees_token.tolist(), (place, k)
@@ -678,7 +716,8 @@ def test_the_rows_of_depths_are_drawn_anew_in_every_step_of_a_run() -> None:
 
 def test_mask_hidden_begins_as_what_is_usual() -> None:
     """The mean of the target's states; one that was trained before is left as it is."""
-    own, trained = VARIANTS["peagle"], drafter("peagle")
+    own = VARIANTS["peagle"]
+    trained = drafter("peagle")
     taps = statistics(own.target, trained.hidden_layers)
     trained.for_training(Depths(), Init(), taps, warm_start=True)
     close(trained.mask_hidden, grown("peagle").tensors["mask_hidden"], 1e-6)
@@ -701,7 +740,8 @@ def fitted(out_dir: Path, trained: Any, **more: Any) -> Any:
 def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> None:
     """20 steps are 10 and 10: loss, learning rate, weights, moments. The target is bit for bit what it was, and what was saved
     drafts as what was trained."""
-    own, how = VARIANTS[variant], {"max_steps": 20, "warmup_ratio": 0.2}
+    own = VARIANTS[variant]
+    how = {"max_steps": 20, "warmup_ratio": 0.2}
     more = {"down_sample_ratio": 0.6} if own.kind is PEagle else {}
     target = loaded(own.target)
     before = {name: x.clone() for name, x in target.model.state_dict().items()} | {"head": target.head_rows()[0].clone()}
@@ -795,7 +835,8 @@ def target_at(directory: Path) -> CausalLM:
 
 def by_transformers(directory: Path, scratch: Path, count: int) -> list[Any]:
     """The modules' layers, loaded by transformers: in a copy of the directory they are the target's last ones."""
-    config, tensors = json.loads((directory / "config.json").read_text()), tensors_of(directory)
+    config = json.loads((directory / "config.json").read_text())
+    tensors = tensors_of(directory)
     config["num_hidden_layers"] += count
     if "layer_types" in config:
         config["layer_types"] += ["full_attention"] * count
@@ -812,8 +853,11 @@ def by_transformers(directory: Path, scratch: Path, count: int) -> list[Any]:
 def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Without a model. Output is plain decoding's and Hugging Face's; states are those of the formula around the layer that
     transformers makes of the published tensors; what is trained is what drafts."""
-    directory, count = ships(name), SHIPPED[name][2]
-    target, lengths, qwen = target_at(directory), (3, 40, 20, 2, 9), name.startswith("qwen")
+    directory = ships(name)
+    count = SHIPPED[name][2]
+    target = target_at(directory)
+    lengths = (3, 40, 20, 2, 9)
+    qwen = name.startswith("qwen")
     num_draft = count if count > 1 else 3
     proposer, _ = SpeculativeConfig(method="mtp", num_speculative_tokens=num_draft).build(target)
     asked = watched(proposer)
@@ -826,11 +870,14 @@ def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callab
         how = {"do_sample": False, "max_new_tokens": 14, "min_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
         assert theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist() == said
 
-    tensors, modules = tensors_of(directory), []
+    tensors = tensors_of(directory)
+    modules = []
     for i, layer in enumerate(by_transformers(directory, tmp_path, count)):
-        prefix, keys = f"model.layers.{3 + i}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        prefix = f"model.layers.{3 + i}."
+        keys = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         if qwen:
-            prefix, keys = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+            prefix = "mtp."
+            keys = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         ours = zip(("enorm", "hnorm", "eh_proj", "norm"), keys, strict=True)
         modules.append(ModuleInWords(target, {f"{o}.weight": tensors[f"{prefix}{k}.weight"] for o, k in ours}, layer))
     config = {"last_hidden_kind": "post_norm", "hidden_feedback": "own", "zero_first_embedding": not qwen}
@@ -861,8 +908,10 @@ def merged(checkpoint: Checkpoint, directory: Path, target: CausalLM) -> dict[st
 @pytest.mark.parametrize("name", SHIPPED)
 def test_tuned_modules_go_back_into_their_target(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Untouched ones come back byte for byte, tuned ones under the same names; the directory is still the target."""
-    directory, count = ships(name), SHIPPED[name][2]
-    target, before = target_at(directory), tensors_of(directory)
+    directory = ships(name)
+    count = SHIPPED[name][2]
+    target = target_at(directory)
+    before = tensors_of(directory)
     copies = {key for key in before if key.endswith(("shared_head.head.weight", "layers.3.embed_tokens.weight"))}
     copies |= {key for key in before if key.endswith("layers.4.embed_tokens.weight")}
     untouched = merged(shipped.read(directory), tmp_path / "same", target)
@@ -958,13 +1007,16 @@ def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:
 
 def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Dropped by transformers, one of two missing, one key renamed, an embedding that was trained."""
-    whole, two, qwen = ships("deepseek-moe"), ships("deepseek-2-moe"), ships("qwen3-next-moe")
+    whole = ships("deepseek-moe")
+    two = ships("deepseek-2-moe")
+    qwen = ships("qwen3-next-moe")
     model = hub.load_model(whole, dtype=torch.float32)
     model.save_pretrained(tmp_path / "dropped")
     target = CausalLM(tmp_path / "dropped", "float32", "cpu")
     refused(lambda: method.build("mtp", target, num_speculative_tokens=1), "dropped", "speaks of 1", "they were dropped")
 
-    key, expert = "model.layers.3.self_attn.o_proj.weight", "model.layers.3.mlp.experts.2.up_proj.weight"
+    key = "model.layers.3.self_attn.o_proj.weight"
+    expert = "model.layers.3.mlp.experts.2.up_proj.weight"
     cases: dict[str, tuple[Path, Callable[[dict[str, Tensor]], Any], tuple[str, ...]]] = {
         "renamed": (whole, lambda x: renamed(x, key, key.replace("o_proj", "out_proj")), ("self_attn.out_proj.weight",)),
         "lacks": (whole, lambda x: x.pop(key), ("lack", "self_attn.o_proj.weight")),
@@ -986,9 +1038,11 @@ def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tm
 
 def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path], tmp_path: Path) -> None:
     """DeepSeek's shared_head.head, where it was trained: its logits are its own. Engines replace it, so it is not written."""
-    source, key = ships("deepseek-moe"), "model.layers.3.shared_head.head.weight"
+    source = ships("deepseek-moe")
+    key = "model.layers.3.shared_head.head.weight"
     directory = changed(source, tmp_path / "own", lambda x: x[key].add_(torch.randn(320, 32) * 0.3))
-    target, own = target_at(directory), load_file(directory / "model.safetensors")[key]
+    target = target_at(directory)
+    own = load_file(directory / "model.safetensors")[key]
     proposer = MTP(target, None, 3)
     assert proposer.config["own_lm_head"]
     state = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
@@ -1028,7 +1082,9 @@ def test_drafters_that_cannot_be_are_one_line() -> None:
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp-2"])
 def test_checkpoints_that_do_not_fit_are_one_line(variant: str, tmp_path: Path) -> None:
-    own, made, target = VARIANTS[variant], grown(variant), loaded()
+    own = VARIANTS[variant]
+    made = grown(variant)
+    target = loaded()
     if own.kind is not PEagle:
         more = {MLP: "n_predict=3", MTP: "each of 2 tokens"}[own.kind]
         refused(lambda: drafter(variant, own.num_draft + 1), f"num_speculative_tokens={own.num_draft + 1}", more)

@@ -73,10 +73,8 @@ FEW = ["eagle", "eagle3-reduced", "eagle3-gemma2"]
 def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
     own = VARIANTS[variant]
-    fresh, noise = (
-        own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids),
-        torch.Generator().manual_seed(4),
-    )
+    fresh = own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids)
+    noise = torch.Generator().manual_seed(4)
     assert fresh.tensors is not None
     for name, tensor in sorted(fresh.tensors.items()):
         if tensor.is_floating_point() and not (name == "lm_head.weight" and not own.init.train_lm_head):
@@ -101,7 +99,8 @@ def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
 
 def learner(variant: str, num_steps: int = 3, **objective: Any) -> Any:
     """One for training, which scales features where its variant does."""
-    own, trained = VARIANTS[variant], drafter(variant, 1)
+    own = VARIANTS[variant]
+    trained = drafter(variant, 1)
     given = objective if own.kind is Eagle else {"ttt_steps": num_steps, "loss": {"ce": 0.5, "tv": 0.5}} | objective
     trained.for_training(own.kind.objective_type(**given), own.init, statistics(own.target, trained.hidden_layers))
     return trained
@@ -124,7 +123,8 @@ def watched(proposer: AutoregressiveDrafter) -> list[Asked]:
     """Make a drafter write down what happens while it proposes."""
     asked: list[Asked] = []
     steps: list[tuple[Tensor, Tensor]] = []
-    logits_of, propose = proposer.draft_logits, proposer.propose
+    logits_of = proposer.draft_logits
+    propose = proposer.propose
 
     def draft_logits(state_BD: Tensor) -> Tensor:
         logits_BV = logits_of(state_BD)
@@ -152,7 +152,8 @@ def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatc
     before the last committed token is at step k where draft k is made. States that no row may read are noise. Restless: rows
     sit steps out, some for so long that the drafter has to take in their states."""
     monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
-    trained, own = learner(variant, 4), VARIANTS[variant]
+    trained = learner(variant, 4)
+    own = VARIANTS[variant]
     proposer = own.kind(loaded(own.target), trained.to_checkpoint(), 4)
     asked = watched(proposer)
     lengths = (3, 130, 20, 2, 9)
@@ -192,12 +193,14 @@ def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatc
 
 def test_drafts_go_on_from_a_long_prompt() -> None:
     """The prompt's pairs come in pieces; so do the states, from a prefill in chunks."""
-    target, lengths = loaded(), (PREFILL_CHUNK + 1, PREFILL_CHUNK + 2, 2 * PREFILL_CHUNK + 40)
+    target = loaded()
+    lengths = (PREFILL_CHUNK + 1, PREFILL_CHUNK + 2, 2 * PREFILL_CHUNK + 40)
     for length in lengths:
         proposer = drafter("eagle3-reduced")
         asked = watched(proposer)
         assert decode(target, proposer, prompts(length), 6) == plain("tiny", (length,), 6)
-        one, trained = asked[0], drafter("eagle3-reduced")
+        one = asked[0]
+        trained = drafter("eagle3-reduced")
         document = Sample("", np.array([*one.tokens, *one.drafted]), np.arange(length + 1 + len(one.drafted)) > length)
         batch = features(trained, [document])
         plan = unroll.plan(batch.length_B, batch.mask_N, len(one.drafted))
@@ -212,9 +215,12 @@ def test_drafts_go_on_from_a_long_prompt() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_is_its_formula(variant: str) -> None:
-    own, words, trained = VARIANTS[variant], InWords(grown(variant)), drafter(variant)
+    own = VARIANTS[variant]
+    words = InWords(grown(variant))
+    trained = drafter(variant)
     batch = features(trained, [SAMPLES[0]])
-    hidden_NTD, count = batch.hidden(trained.hidden_layers)[:-1], len(batch.token_N) - 1
+    hidden_NTD = batch.hidden(trained.hidden_layers)[:-1]
+    count = len(batch.token_N) - 1
     embedding = trained.target.embedding(batch.token_N[1:])
     with torch.no_grad():
         if own.kind is Eagle3:
@@ -249,7 +255,8 @@ def test_the_loss_is_the_readable_one(variant: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_trainable_parameter_learns(variant: str) -> None:
-    trained, own = learner(variant), VARIANTS[variant]
+    trained = learner(variant)
+    own = VARIANTS[variant]
     _, sums, grads = gradients(trained, features(trained, SAMPLES))
     assert all(grad.abs().sum() > 0 for grad in grads.values()), [name for name, g in grads.items() if not g.abs().sum()]
     assert all(parameter.dtype == torch.float32 for parameter in trained.parameters())
@@ -268,7 +275,8 @@ def test_a_batch_is_the_sum_of_its_samples(variant: str) -> None:
     trained = learner(variant)
     whole = gradients(trained, features(trained, SAMPLES), seed=5)
     alone = [gradients(trained, features(trained, [one]), seed=5) for one in SAMPLES]
-    loss, sums = sum(one[0] for one in alone), sum(one[1] for one in alone)
+    loss = sum(one[0] for one in alone)
+    sums = sum(one[1] for one in alone)
     close(whole[0], loss, 1e-5, "loss")
     close(whole[1], sums, 1e-5, "sums")
     close(whole[2], {name: sum(one[2][name] for one in alone) for name in whole[2]}, 1e-5)
@@ -277,7 +285,8 @@ def test_a_batch_is_the_sum_of_its_samples(variant: str) -> None:
 @pytest.mark.parametrize("variant", FEW)
 def test_samples_weigh_what_they_are_told(variant: str) -> None:
     """In the loss, the metric and the gradient; counts of hits and rows stay counts."""
-    trained, weight_B = learner(variant), np.array([2.0, 0.25, 3.0, 0.0])
+    trained = learner(variant)
+    weight_B = np.array([2.0, 0.25, 3.0, 0.0])
     batch = features(trained, SAMPLES)
     batch.weight_B = weight_B
     loss, sums, grads = gradients(trained, batch)
@@ -340,7 +349,8 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
         want = trained.unrolled(batch, plan)
     first_N = torch.from_numpy(plan.first_N)
     for place in (0, 1, 23, 39, 40, 41, 50, 56, 57, 60):
-        token_N, hidden_NTD = batch.token_N.clone(), batch.hidden_NTD.clone()
+        token_N = batch.token_N.clone()
+        hidden_NTD = batch.hidden_NTD.clone()
         token_N[place] = (token_N[place] + 1) % VOCAB
         hidden_NTD[place] += 3.0
         for k, changed in enumerate(rows_that_change(replace(batch, token_N=token_N))):
@@ -357,21 +367,24 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
 def test_warmup_unrolls_one_step() -> None:
     trained = learner("eagle3-reduced", 5, ttt_warmup=0.25)
     batch = features(trained, SAMPLES)
-    whole, one = (trained.loss(batch, progress=progress)[1].table() for progress in (0.25, 0.2))
+    whole = trained.loss(batch, progress=0.25)[1].table()
+    one = trained.loss(batch, progress=0.2)[1].table()
     assert (len(whole), len(one)) == (5, 1)
     close(one[0], whole[0])
 
 
 def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
     """They count as rows, and what they would add to the loss goes."""
-    masked, open_ = learner("eagle3-reduced"), learner("eagle3-reduced", mask_outside_vocab=False)
+    masked = learner("eagle3-reduced")
+    open_ = learner("eagle3-reduced", mask_outside_vocab=False)
     batch = features(masked, SAMPLES)
     plan = unroll.plan(batch.length_B, batch.mask_N, 3)
     outside = ~torch.isin(batch.argmax_N[torch.from_numpy(plan.labelled)], torch.from_numpy(REDUCED))
     assert 0 < outside.sum() < len(outside)
     assert torch.equal(masked.teacher(batch, plan).weight_Q == 0, outside)
     assert (open_.teacher(batch, plan).weight_Q == 1).all()
-    (less, sums), (more, all_sums) = masked.loss(batch), open_.loss(batch)
+    (less, sums) = masked.loss(batch)
+    (more, all_sums) = open_.loss(batch)
     assert less < more
     close(sums.table()[:, 1:], all_sums.table()[:, 1:])
 
@@ -382,10 +395,12 @@ def test_the_teacher_is_the_target() -> None:
         trained = learner(variant)
         batch = features(trained, SAMPLES[:1])
         plan = unroll.plan(batch.length_B, batch.mask_N, 3)
-        teacher, store = trained.teacher(batch, plan), trained.target.new_cache()
+        teacher = trained.teacher(batch, plan)
+        store = trained.target.new_cache()
         store.reserve(1, 40)
         out = trained.target.forward(store, batch.token_N, np.array([0]), np.array([40]))
-        logits_QV, ids = out.logits[torch.from_numpy(plan.labelled)], trained.vocab_ids
+        logits_QV = out.logits[torch.from_numpy(plan.labelled)]
+        ids = trained.vocab_ids
         whole = logits_QV if ids is None else logits_QV[:, ids]
         close(trained.target.scale_logits(teacher.state_QD @ teacher.weight_VD.t()), whole, 1e-4, variant)
         close(teacher.logsumexp_Q, logits_QV.logsumexp(-1), 1e-4, variant)
@@ -397,8 +412,10 @@ def test_the_teacher_is_the_target() -> None:
 def test_chains_are_counted() -> None:
     """JOINT, REACHED and CHAINS by brute force: hits in a row from the first step on."""
     trained = learner("eagle3-reduced")
-    lengths, mask_N = np.array([12, 7]), np.random.default_rng(1).random(19) < 0.7
-    plan, rng = unroll.plan(lengths, mask_N, 3), np.random.default_rng(2)
+    lengths = np.array([12, 7])
+    mask_N = np.random.default_rng(1).random(19) < 0.7
+    plan = unroll.plan(lengths, mask_N, 3)
+    rng = np.random.default_rng(2)
     hits = [rng.random(len(step.supervised)) < 0.7 for step in plan.steps]
     by_row = [dict(zip(s.rows[s.supervised].tolist(), h.tolist(), strict=True)) for s, h in zip(plan.steps, hits, strict=True)]
     for k, counted in enumerate(torch.stack(trained._chain_sums([torch.from_numpy(h) for h in hits], plan), 1).tolist()):
@@ -485,7 +502,8 @@ def test_regression_is_smooth_l1_on_the_targets_state() -> None:
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-target-head", "eagle3-gemma2", "eagle3-fc-norm", "eagle"])
 def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
     """The to_checkpoint drafter fuses as the one in training. Where a norm comes first there is nothing to scale."""
-    trained, own = learner(variant), VARIANTS[variant]
+    trained = learner(variant)
+    own = VARIANTS[variant]
     scales = variant not in ("eagle3-fc-norm", "eagle")
     assert (trained.feature_scale is not None) == scales
     assert ("feature_scale" in trained.state_dict()) == scales
@@ -506,7 +524,9 @@ def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-gemma2"])
 def test_scaling_a_trained_drafter_leaves_its_function(variant: str) -> None:
-    own, scaled, plain_one = VARIANTS[variant], drafter(variant), drafter(variant)
+    own = VARIANTS[variant]
+    scaled = drafter(variant)
+    plain_one = drafter(variant)
     hidden_NTD = statistics(own.target, scaled.hidden_layers)
     scaled.for_training(Objective(), Init(), hidden_NTD, warm_start=True)
     assert scaled.feature_scale is not None
@@ -607,7 +627,8 @@ def test_the_shape_is_the_targets_unless_given(name: str) -> None:
 
 def test_a_fresh_drafter_takes_what_it_is_told() -> None:
     """Rows of the target's head for its tokens, or random ones; no head at all where the target's serves."""
-    target, ids = loaded(), torch.from_numpy(REDUCED)
+    target = loaded()
+    ids = torch.from_numpy(REDUCED)
     for init, reduced in ((Init(), True), (Init(train_lm_head=False), True), (Init(), False)):
         made = Eagle3.init_checkpoint(target, {}, init, REDUCED if reduced else None)
         assert made.tensors is not None
@@ -623,7 +644,8 @@ def test_a_fresh_drafter_takes_what_it_is_told() -> None:
     shared = Eagle3.init_checkpoint(target, {}, Init(train_lm_head=False))
     assert shared.tensors is not None
     assert not {"lm_head.weight", "d2t"} & set(shared.tensors)
-    again, other = Eagle3.init_checkpoint(target, {}, Init(), seed=0), Eagle3.init_checkpoint(target, {}, Init(), seed=1)
+    again = Eagle3.init_checkpoint(target, {}, Init(), seed=0)
+    other = Eagle3.init_checkpoint(target, {}, Init(), seed=1)
     assert again.tensors is not None
     assert other.tensors is not None
     assert torch.equal(again.tensors["fc.weight"], Eagle3.init_checkpoint(target, {}, Init()).tensors["fc.weight"])  # type: ignore[index]
@@ -656,7 +678,8 @@ def rewrite(directory: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_checkpoint_comes_back_as_it_was(variant: str, tmp_path: Path) -> None:
-    own, made = VARIANTS[variant], grown(variant)
+    own = VARIANTS[variant]
+    made = grown(variant)
     directory = saved(tmp_path / "drafter", variant)
     back = native.load(directory)
     assert made.tensors is not None
@@ -668,7 +691,8 @@ def test_a_checkpoint_comes_back_as_it_was(variant: str, tmp_path: Path) -> None
         assert back.tensors[name].numpy().tobytes() == tensor.numpy().tobytes(), name
     assert {path.name for path in directory.iterdir()} == {"config.json", "model.safetensors", "provenance.json", "README.md"}
 
-    target, again = loaded(own.target), tmp_path / "again"
+    target = loaded(own.target)
+    again = tmp_path / "again"
     again.mkdir()
     native.save(again, own.kind(target, str(directory), 3).to_checkpoint(), {}, "")
     assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
@@ -781,7 +805,8 @@ class Touch:
 
 def test_nothing_else_in_the_directory_is_read(tmp_path: Path) -> None:
     """Neither code nor pickles nor other weights; a card and a provenance that are no text do no harm."""
-    directory, mark = saved(tmp_path / "drafter"), tmp_path / "executed"
+    directory = saved(tmp_path / "drafter")
+    mark = tmp_path / "executed"
     want = native.load(directory)
     for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin"):
         (directory / name).write_bytes(pickle.dumps(Touch(mark)))
@@ -854,7 +879,8 @@ def test_laws_are_laws_over_the_draft_vocabulary(variant: str) -> None:
     own = VARIANTS[variant]
     proposer = drafter(variant, draft_sample_method="probabilistic")
     assert proposer.needs_uniforms
-    propose, drawn = proposer.propose, []
+    propose = proposer.propose
+    drawn = []
 
     def watching(context: Context) -> Draft:
         draft = propose(context)
@@ -863,7 +889,8 @@ def test_laws_are_laws_over_the_draft_vocabulary(variant: str) -> None:
             return draft
         assert draft.q_BKV.shape == (*draft.token_BK.shape, VOCAB)
         for b, length in enumerate(draft.length_B.tolist()):
-            q_KV, token_K = draft.q_BKV[b, :length], draft.token_BK[b, :length]
+            q_KV = draft.q_BKV[b, :length]
+            token_K = draft.token_BK[b, :length]
             torch.testing.assert_close(q_KV.double().sum(-1), torch.ones(length, dtype=torch.float64), rtol=0, atol=1e-5)
             if own.reduced:
                 assert not q_KV[:, np.setdiff1d(np.arange(VOCAB), REDUCED)].any()

@@ -118,9 +118,12 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
     for _ in range(60):
         low = int(rng.integers(1, 4))
         given = {"prompt_lookup_min": low, "prompt_lookup_max": low + int(rng.integers(4)), "prompt_lookup_latest": latest}
-        k, vocab = int(rng.integers(1, 6)), int(rng.integers(1, 6))
-        plain, device = Ngram(k, **given), NgramGpu(tiny(), k, **given)
-        plain.return_confidence = device.return_confidence = True
+        k = int(rng.integers(1, 6))
+        vocab = int(rng.integers(1, 6))
+        plain = Ngram(k, **given)
+        device = NgramGpu(tiny(), k, **given)
+        plain.return_confidence = True
+        device.return_confidence = True
         device.reserve(5, 20)
         device.reserve(5, SLOTS)
         texts = {row: rng.integers(0, vocab, rng.integers(1, 30)).tolist() for row in range(5)}
@@ -129,7 +132,8 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
         for _ in range(8):
             rows = np.flatnonzero(rng.random(5) < 0.7).tolist() or [2]
             now = context(plain, {row: texts[row] for row in rows}, max_draft=rng.integers(0, k + 1, len(rows)).tolist())
-            want, got = plain.propose(now), device.propose(now)
+            want = plain.propose(now)
+            got = device.propose(now)
             assert torch.equal(got.length_B, want.length_B)
             live_BK = torch.arange(want.token_BK.shape[1]) < want.length_B.unsqueeze(1)
             assert torch.equal(got.token_BK[live_BK], want.token_BK[live_BK])
@@ -142,10 +146,12 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
 
 
 def test_followers_are_counted_as_in_words() -> None:
-    rng, several = np.random.default_rng(1), 0
+    rng = np.random.default_rng(1)
+    several = 0
     for _ in range(1500):
         tokens = rng.integers(0, rng.integers(1, 5), rng.integers(2, 40))
-        high, num_draft = int(rng.integers(1, 5)), int(rng.integers(0, 6))
+        high = int(rng.integers(1, 5))
+        num_draft = int(rng.integers(0, 6))
         after = find_match(tokens, 1, high, bool(rng.integers(2)))
         num_draft = min(num_draft, len(tokens) - after)
         n, count_K, of_K = count_followers(tokens, after, num_draft, high)
@@ -157,7 +163,8 @@ def test_followers_are_counted_as_in_words() -> None:
 
 def test_ngram_evidence() -> None:
     """7 came after (1, 2) once, 8 twice; the leftmost match drafts 7 and what came after it."""
-    proposer, text = Ngram(2, prompt_lookup_min=2, prompt_lookup_max=2), [1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2]
+    proposer = Ngram(2, prompt_lookup_min=2, prompt_lookup_max=2)
+    text = [1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2]
     assert proposer.propose(context(proposer, {0: text})).confidence_BKF is None, "nobody asked"
     proposer.return_confidence = True
     draft = proposer.propose(context(proposer, {0: text, 1: [4, 5], 2: [5, 5, 6, 5, 5]}))
@@ -189,7 +196,8 @@ VARIANTS = [
 @cache
 def drafter(name: str) -> tempfile.TemporaryDirectory[str]:
     """A checkpoint of a drafter as it is before training, for `tiny`."""
-    directory, own = tempfile.TemporaryDirectory(), method.find(name)
+    directory = tempfile.TemporaryDirectory()
+    own = method.find(name)
     architecture = {"num_modules": 3} if name == "mtp" else {}
     checkpoint = own.init_checkpoint(tiny(), architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
     native.save(Path(directory.name), checkpoint, {}, "")
@@ -234,7 +242,8 @@ def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
 
 def check(proposer: Proposer, given: Context) -> Draft:
     """What every draft must be."""
-    draft, num_rows = proposer.propose(given), len(given.rows)
+    draft = proposer.propose(given)
+    num_rows = len(given.rows)
     num_draft = draft.token_BK.shape[1]
     assert draft.token_BK.shape == (num_rows, num_draft)
     assert draft.token_BK.dtype == draft.length_B.dtype == torch.int64
@@ -271,7 +280,8 @@ def test_room_is_counted_before_it_is_taken(make: Make) -> None:
 
 def test_a_draft_is_well_formed(make: Make) -> None:
     """One row, rows with a gap between them, budgets that differ, and no budget at all."""
-    proposer, drafted = make(), 0
+    proposer = make()
+    drafted = 0
     for row, tokens in TEXTS.items():
         begin(proposer, row, tokens[:-1])
     k = proposer.num_speculative_tokens
@@ -296,7 +306,8 @@ def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:
 
 def test_evidence_changes_no_draft(make: Make) -> None:
     """It comes for those who asked for it only, as many numbers as the method says, and 0 where no token is."""
-    plain, telling = make(), make()
+    plain = make()
+    telling = make()
     for proposer in (plain, telling):
         for row, tokens in TEXTS.items():
             begin(proposer, row, tokens[:-1])
@@ -322,14 +333,16 @@ def test_proposing_twice_is_proposing_once(make: Make) -> None:
     begin(proposer, 0, TEXTS[0][:-1])
     given = context(proposer, {0: TEXTS[0]}, temperature=0.7)
     before = given.token_RL.copy()
-    first, second = check(proposer, given), check(proposer, given)
+    first = check(proposer, given)
+    second = check(proposer, given)
     assert torch.equal(first.token_BK, second.token_BK)
     assert torch.equal(first.length_B, second.length_B)
     assert (given.token_RL == before).all(), "a proposer does not write into the engine's tokens"
 
 
 def test_a_row_drafts_the_same_alone_and_in_company(make: Make) -> None:
-    alone, together = [], make()
+    alone = []
+    together = make()
     for row, tokens in TEXTS.items():
         own = make()
         for proposer in (own, together):
@@ -340,7 +353,8 @@ def test_a_row_drafts_the_same_alone_and_in_company(make: Make) -> None:
 
 def test_a_rejected_draft_leaves_no_trace(make: Make) -> None:
     """A proposer repairs its state: after rejections it drafts as one that is asked for the first time."""
-    tokens, proposer = TEXTS[1], make()
+    tokens = TEXTS[1]
+    proposer = make()
     begin(proposer, 0, tokens)
     for step in range(6):
         draft = drafts(proposer, {0: tokens})[0]
@@ -353,7 +367,8 @@ def test_a_rejected_draft_leaves_no_trace(make: Make) -> None:
 
 def test_an_accepted_draft_is_gone_on_from(make: Make) -> None:
     """The same where every drafted token stood and the bonus came after."""
-    tokens, proposer = TEXTS[1], make()
+    tokens = TEXTS[1]
+    proposer = make()
     begin(proposer, 0, tokens)
     for step in range(4):
         tokens = [*tokens, *drafts(proposer, {0: tokens})[0], 100 + step]
@@ -365,8 +380,10 @@ def test_an_accepted_draft_is_gone_on_from(make: Make) -> None:
 def test_a_row_serves_one_request_after_another(make: Make) -> None:
     """The second request of a row drafts as if it were the first. A method may remember responses (`suffix`),
     so the two requests have no token in common."""
-    first, second = text(5, 40), [token - 64 for token in text(6, 33)]
-    fresh, used = make(), make()
+    first = text(5, 40)
+    second = [token - 64 for token in text(6, 33)]
+    fresh = make()
+    used = make()
     begin(used, 0, first[:30])
     for length in (31, 34, 40):
         check(used, context(used, {0: first[:length]}))
@@ -381,7 +398,8 @@ def test_a_row_serves_one_request_after_another(make: Make) -> None:
 
 
 def test_a_target_that_drafts_for_itself_drafts_what_it_would_say() -> None:
-    proposer, said = build("draft_model"), text(8, 20)
+    proposer = build("draft_model")
+    said = text(8, 20)
     begin(proposer, 0, said)
     drafted = drafts(proposer, {0: said})[0]
     for _ in range(proposer.num_speculative_tokens):
@@ -404,7 +422,9 @@ def test_a_row_past_the_drafters_context_stops_drafting_alone() -> None:
 
 def test_probabilistic_drafts_follow_the_law_that_they_record() -> None:
     """Noise in even steps over [0, 1) gives every token as often as q says, in token-id order."""
-    proposer, tokens, steps = build("draft_model", draft_sample_method="probabilistic"), text(9, 20), 200
+    proposer = build("draft_model", draft_sample_method="probabilistic")
+    tokens = text(9, 20)
+    steps = 200
     begin(proposer, 0, tokens)
     seen = []
     for i in range(steps):

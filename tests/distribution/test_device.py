@@ -53,7 +53,8 @@ def test_greedy_is_exact(architecture: str, method: str) -> None:
 def test_joint_law(scheme: str) -> None:
     """Three tokens of a real model under top_k = 3, drafted with probabilities by another: 27 outcomes, enumerated."""
     target = loaded("tiny-llama")
-    prompt, params = tiny_prompts()[2], SamplingParams(temperature=0.9, top_k=3, max_tokens=3)
+    prompt = tiny_prompts()[2]
+    params = SamplingParams(temperature=0.9, top_k=3, max_tokens=3)
     law = joint_law(target, prompt, params)
     config = SpeculativeConfig(
         method="draft_model",
@@ -94,7 +95,9 @@ def joint_law(target: CausalLM, prompt: list[int], params: SamplingParams) -> di
 @pytest.mark.parametrize("name", ["standard", "block", "match", "synthetic"])
 def test_verdicts_are_those_of_the_host(name: str, one_hot: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    rows, k, vocab = 500, 4, 50
+    rows = 500
+    k = 4
+    vocab = 50
     p_BJV = torch.rand(rows, k + 1, vocab, generator=generator).pow(4).softmax(-1)
     q_BKV = torch.rand(rows, k, vocab, generator=generator).pow(4).softmax(-1)
     u_BJ = torch.rand(rows, k + 1, generator=generator, dtype=torch.float64)

@@ -29,7 +29,8 @@ from support.stretches import LONG, PARAMS, ROWS, STRETCH, TABLE, adverse, decod
 from support.table import NUM_DRAFT, FirstWriteWins, OwnLaw, TableLM, joint_law, methods, proposer, scheme, schemes
 
 # laws over three tokens where block gains most, and where its details matter
-P_OF_BLOCK, Q_OF_BLOCK = [0.35, 0.32, 0.33], [0.04, 0.83, 0.13]
+P_OF_BLOCK = [0.35, 0.32, 0.33]
+Q_OF_BLOCK = [0.04, 0.83, 0.13]
 
 TIMES = pytest.mark.parametrize("times", [pytest.param(1, id="short"), LONG])
 
@@ -97,7 +98,8 @@ def test_joint_law_of_many_rounds(name: str, times: int) -> None:
 def test_joint_law_of_an_adverse_drafter(name: str, times: int) -> None:
     """Sixteen tokens, likeliest where the target's are rarest."""
     weight = np.geomspace(1, 30, 16)
-    p, q = (weight / weight.sum()).tolist(), (weight[::-1] / weight.sum()).tolist()
+    p = (weight / weight.sum()).tolist()
+    q = (weight[::-1] / weight.sum()).tolist()
     target = TableLM.constant(p)
     requests = decode(target, of_law(q, 2, target), scheme(name), plain(2 * 40), 256 * times)
     assert misfit(target, requests, 2) < 1
@@ -154,7 +156,8 @@ def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: s
 def test_broken_block_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str, fits: bool) -> None:
     """On laws for which the scale of the residual matters (over two tokens it never does)."""
     target = TableLM.constant(P_OF_BLOCK)
-    drafting, verifier = of_law(Q_OF_BLOCK, 2, target), Verifier("maybe", True, keyed_by, verify)
+    drafting = of_law(Q_OF_BLOCK, 2, target)
+    verifier = Verifier("maybe", True, keyed_by, verify)
     assert (misfit(target, decode(target, drafting, verifier, plain(3 * 120), 128), 3) < 1) == fits
 
 
@@ -197,7 +200,8 @@ def test_broken_proposers_do_not_fit(proposing: type, name: str) -> None:
 
 def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request per row, so that nothing else wants overwriting: `none` does not notice, a drafter does."""
-    target, params = TableLM.random(3, scale=0.7), PARAMS.model_copy(update={"max_tokens": 60 * STRETCH})
+    target = TableLM.random(3, scale=0.7)
+    params = PARAMS.model_copy(update={"max_tokens": 60 * STRETCH})
 
     def of(drafting: Proposer) -> float:
         return misfit(target, decode(target, drafting, scheme("standard"), params, ROWS))
@@ -220,14 +224,16 @@ def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarr
 
 def test_acceptance_is_what_the_laws_say() -> None:
     """K = 2, laws without context: how much stands has a law, too. Block beats standard beats match."""
-    p, q = P_OF_BLOCK, Q_OF_BLOCK
+    p = P_OF_BLOCK
+    q = Q_OF_BLOCK
     prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
     tables = dict.fromkeys(prefixes, p), dict.fromkeys(prefixes, q)
     overlap = sum(a * b for a, b in zip(p, q, strict=True))
     law = {"match": torch.tensor([1 - overlap, overlap * (1 - overlap), overlap**2])}
     law |= {name: accepted_law(emitted_law(scheme(name), *tables, 3, 2), 2) for name in ("standard", "block")}
 
-    target, mean = TableLM.constant(p), {}
+    target = TableLM.constant(p)
+    mean = {}
     for name, law_J in law.items():
         requests = decode(target, of_law(q, 2, target), scheme(name), plain(300), ROWS)
         accepted = accepted_of_full_drafts(requests, 2)

@@ -41,7 +41,8 @@ def generate(target: CausalLM, prompt: list[int], max_tokens: int) -> list[int]:
 @pytest.mark.parametrize("architecture", hub.TINY)
 @pytest.mark.parametrize("method", METHODS)
 def test_tiny(architecture: str, method: str) -> None:
-    target, prompts = loaded(f"tiny-{architecture}"), tiny_prompts()
+    target = loaded(f"tiny-{architecture}")
+    prompts = tiny_prompts()
     want = [generate(target, ids, most) for ids, most in zip(prompts, MAX_TOKENS, strict=True)]
     for batch_size in (1, 3, 8):
         engine = Engine(target, *build(method, target), max_batch_size=batch_size, prefill_chunk_size=64)
@@ -51,7 +52,8 @@ def test_tiny(architecture: str, method: str) -> None:
 @pytest.mark.parametrize("scheme", ["block", "match"])
 @pytest.mark.parametrize("method", METHODS)
 def test_other_lossless_schemes_on_tiny(method: str, scheme: str) -> None:
-    target, prompts = loaded("tiny-llama"), tiny_prompts()
+    target = loaded("tiny-llama")
+    prompts = tiny_prompts()
     want = [generate(target, ids, most) for ids, most in zip(prompts, MAX_TOKENS, strict=True)]
     engine = Engine(target, *build(method, target, rejection_sample_method=scheme), max_batch_size=3)
     assert decode(engine, prompts, MAX_TOKENS) == want

@@ -62,9 +62,11 @@ class Hasty(Policy):
 
 def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float, int]]:
     """(speculative_config, temperature, rows); the second model has the ones that look at other parts of it."""
-    none, ngram = {"method": "none"}, {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, **K}
+    none = {"method": "none"}
+    ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, **K}
     whole, cut = ({**LM, "model": model, "draft_tensor_parallel_size": size} for size in (1, 2))
-    of_states, match = {"method": "eagle3", "model": eagle3, **K}, {"rejection_sample_method": "match", **DRAWN}
+    of_states = {"method": "eagle3", "model": eagle3, **K}
+    match = {"rejection_sample_method": "match", **DRAWN}
     core = [none, ngram, whole, cut, of_states]
     more = [
         {**LM, "model": model},
@@ -74,7 +76,8 @@ def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float
         {"method": "custom_class", "model": f"{Path(__file__).stem}.{Moody.__name__}", **K},
     ]
     if model != MODELS[0]:
-        core, more = [cut, of_states], [none, ngram, whole]
+        core = [cut, of_states]
+        more = [none, ngram, whole]
     greedy = [(own, 0.0, 1) for own in core] + [(own, 0.0, 3) for own in core + more]
     return greedy + [(own, 0.8, 3) for own in (none, {**cut, **match}, {**of_states, **match})]
 
@@ -84,7 +87,10 @@ def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: i
     if target.processes.size == 1:
         given.pop("draft_tensor_parallel_size", None)
     llm = LLM.__new__(LLM)  # around a target that is there
-    llm.speculative_config, llm.target, llm.seed, llm._counter = SpeculativeConfig(**given), target, 0, iter(range(99))
+    llm.speculative_config = SpeculativeConfig(**given)
+    llm.target = target
+    llm.seed = 0
+    llm._counter = iter(range(99))
     built = llm.speculative_config.build(target)
     llm.engine = Engine(target, *built, max_batch_size=rows, prefill_chunk_size=64, policy=policy)
     llm._totals = Totals(target.name, built[0].num_speculative_tokens)
@@ -123,7 +129,8 @@ def work(jobs: dict[str, Any]) -> None:
 
 def same_bits(target: CausalLM) -> list[bool]:
     """Of all processes' logits and tapped states: equal; and a row's the same alone and in company."""
-    rng, cache = np.random.default_rng(0), target.new_cache()
+    rng = np.random.default_rng(0)
+    cache = target.new_cache()
     cache.reserve(3, 128)
     token_BM = torch.from_numpy(rng.integers(0, 256, (3, 7)))
     out = target.forward(cache, token_BM.flatten(), np.zeros(3, dtype=np.int64), np.full(3, 7), hidden_layers=(1, 4))
@@ -287,8 +294,10 @@ class Apart(distributed.ProcessGroup):
 def test_parts_of_a_layer(way: str, bias: bool) -> None:
     """What three processes make of their parts is what the layer makes of the whole; 13 columns come from 5, 5 and 3."""
     torch.manual_seed(0)
-    size, layer = 3, torch.nn.Linear(6, 13 if way == tensor_parallel.GATHERED else 12, bias=bias).requires_grad_(False)
-    x, zero = torch.randn(4, 6), torch.zeros(layer.out_features)
+    size = 3
+    layer = torch.nn.Linear(6, 13 if way == tensor_parallel.GATHERED else 12, bias=bias).requires_grad_(False)
+    x = torch.randn(4, 6)
+    zero = torch.zeros(layer.out_features)
     parts = [tensor_parallel._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
     own = x.chunk(size, -1) if way == tensor_parallel.ROWS else [x] * size
     if way == tensor_parallel.COLUMNS:

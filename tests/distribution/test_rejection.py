@@ -63,7 +63,8 @@ def parametrize(argument: str, cases: list[dict[str, Any]]) -> pytest.MarkDecora
 
 
 def close(got: Any, wanted: Any, tolerance: float = EXACT) -> bool:
-    got, wanted = np.asarray(got, dtype=np.float64), np.asarray(wanted, dtype=np.float64)
+    got = np.asarray(got, dtype=np.float64)
+    wanted = np.asarray(wanted, dtype=np.float64)
     return got.shape == wanted.shape and bool((abs(got - wanted) <= tolerance).all())
 
 
@@ -119,7 +120,8 @@ def assert_thresholds(scheme: str, draft: Draft, p_BJV: Tensor, threshold_K: lis
     for i, seen in enumerate(visible(scheme, threshold_K)):
         if not seen:
             continue
-        found, wanted = found_K[i], threshold_K[i]
+        found = found_K[i]
+        wanted = threshold_K[i]
         assert abs(found - wanted) <= EXACT
         # not at ALMOST_ONE: a threshold of 1 may be that number after rounding
         for u in (0.0, wanted - 1e-9, wanted + 1e-9, (1 + wanted) / 2):
@@ -147,14 +149,16 @@ def one_hot_rows(q_table: Table) -> bool:
 @functools.cache
 def chain_law(name: str, scheme: str, deterministic: bool = False) -> Law:
     case = CHAIN[name]
-    p_table, q_table = table(case["p"]), table(case["q"])
+    p_table = table(case["p"])
+    q_table = table(case["q"])
     return emitted_law(build(scheme), p_table, q_table, case["vocab"], case["gamma"], deterministic)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", CHAIN_CASES)
 def test_chain_exact_law(case: dict[str, Any], scheme: str) -> None:
-    wanted, gamma = case["schemes"][scheme], case["gamma"]
+    wanted = case["schemes"][scheme]
+    gamma = case["gamma"]
     law = chain_law(case["name"], scheme)
     tau = accepted_law(law, gamma)
     survival = tau.flip(0).cumsum(0).flip(0)  # P(tau >= i)
@@ -174,7 +178,9 @@ def test_chain_exact_law(case: dict[str, Any], scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", CHAIN_CASES)
 def test_chain_exactly_lossless(case: dict[str, Any], scheme: str) -> None:
-    p_table, vocab, length = table(case["p"]), case["vocab"], case["gamma"] + 1
+    p_table = table(case["p"])
+    vocab = case["vocab"]
+    length = case["gamma"] + 1
     joint = completed_joint(chain_law(case["name"], scheme), p_table, vocab, length)
     assert case["schemes"][scheme]["output_is_target"]
     assert close(joint, target_joint(p_table, vocab, length))
@@ -183,7 +189,10 @@ def test_chain_exactly_lossless(case: dict[str, Any], scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", CHAIN_CASES)
 def test_chain_simulated(case: dict[str, Any], scheme: str) -> None:
-    p_table, q_table, vocab, gamma = table(case["p"]), table(case["q"]), case["vocab"], case["gamma"]
+    p_table = table(case["p"])
+    q_table = table(case["q"])
+    vocab = case["vocab"]
+    gamma = case["gamma"]
     num_accepted_B, token_BJ = simulate(build(scheme), p_table, q_table, vocab, gamma, ROWS, seed=1)
     for i, rate in enumerate(case["schemes"][scheme]["unconditional_acceptance"]["val"]):
         measured = float((num_accepted_B > i).double().mean())
@@ -196,7 +205,9 @@ def test_chain_simulated(case: dict[str, Any], scheme: str) -> None:
 
 @parametrize("case", CHAIN_CASES)
 def test_chain_match_is_lossless_too(case: dict[str, Any]) -> None:
-    p_table, vocab, gamma = table(case["p"]), case["vocab"], case["gamma"]
+    p_table = table(case["p"])
+    vocab = case["vocab"]
+    gamma = case["gamma"]
     _, token_BJ = simulate(build("match"), p_table, table(case["q"]), vocab, gamma, ROWS, seed=2)
     assert fits(token_BJ, target_joint(p_table, vocab, gamma + 1), vocab)
 
@@ -204,7 +215,8 @@ def test_chain_match_is_lossless_too(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", CHAIN_CASES)
 def test_chain_thresholds_of_each_path(case: dict[str, Any], scheme: str) -> None:
-    p_table, q_table = table(case["p"]), table(case["q"])
+    p_table = table(case["p"])
+    q_table = table(case["q"])
     for path in case["schemes"][scheme]["paths"]:
         tokens = path["draft"]
         draft = one_draft(tokens, table_rows(q_table, tokens[:-1]).unsqueeze(0))
@@ -228,7 +240,10 @@ def test_chain_block_accepts_by_the_cumulative_ratio(case: dict[str, Any]) -> No
 @parametrize("case", CHAIN_CASES)
 def test_chain_residuals_of_each_path(case: dict[str, Any], scheme: str) -> None:
     """null in the vectors: there is no residual, because the path never stops there."""
-    verify, p_table, q_table, gamma = build(scheme), table(case["p"]), table(case["q"]), case["gamma"]
+    verify = build(scheme)
+    p_table = table(case["p"])
+    q_table = table(case["q"])
+    gamma = case["gamma"]
     for path in case["schemes"][scheme]["paths"]:
         tokens = path["draft"]
         draft = one_draft(tokens, table_rows(q_table, tokens[:-1]).unsqueeze(0))
@@ -255,7 +270,8 @@ def test_chain_order_of_schemes(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", [case for case in CHAIN_CASES if one_hot_rows(table(case["q"]))])
 def test_chain_one_hot_q_may_be_left_out(case: dict[str, Any], scheme: str) -> None:
-    told, untold = chain_law(case["name"], scheme), chain_law(case["name"], scheme, deterministic=True)
+    told = chain_law(case["name"], scheme)
+    untold = chain_law(case["name"], scheme, deterministic=True)
     assert told.keys() == untold.keys()
     assert all(close(told[key], untold[key]) for key in told)
 
@@ -269,7 +285,9 @@ DETERMINISTIC = VECTORS["deterministic_cases"]
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", DETERMINISTIC)
 def test_deterministic_case(case: dict[str, Any], scheme: str) -> None:
-    draft, p_BJV, verify = one_draft(case["draft"]), rows_of(case["p_rows"]), build(scheme)
+    draft = one_draft(case["draft"])
+    p_BJV = rows_of(case["p_rows"])
+    verify = build(scheme)
     assert_thresholds(scheme, draft, p_BJV, case["accept_probs" if scheme == "standard" else "h_i"]["val"])
     tau = acceptance_law(verify, draft, p_BJV)[0]
     assert close(tau, case["tau_probs"]["val"])
@@ -285,7 +303,8 @@ def test_deterministic_case(case: dict[str, Any], scheme: str) -> None:
 
 @parametrize("case", DETERMINISTIC)
 def test_deterministic_match_has_the_same_law(case: dict[str, Any]) -> None:
-    draft, p_BJV = one_draft(case["draft"]), rows_of(case["p_rows"])
+    draft = one_draft(case["draft"])
+    p_BJV = rows_of(case["p_rows"])
     num_draft, points = len(case["draft"]), 60  # every edge of these laws falls between two midpoints
     grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     u_NK = torch.cartesian_prod(*[grid] * num_draft).reshape(-1, num_draft)
@@ -298,7 +317,8 @@ def test_deterministic_match_has_the_same_law(case: dict[str, Any]) -> None:
 
 @parametrize("case", DETERMINISTIC)
 def test_deterministic_block_equals_standard(case: dict[str, Any]) -> None:
-    draft, p_BJV = one_draft(case["draft"]), rows_of(case["p_rows"])
+    draft = one_draft(case["draft"])
+    p_BJV = rows_of(case["p_rows"])
     assert case["block_equals_standard"]
     laws = [verdict_law(build(scheme), draft, p_BJV) for scheme in SCHEMES]
     assert close(laws[0], laws[1])
@@ -318,8 +338,10 @@ def test_deterministic_block_equals_standard_on_random_laws() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", VECTORS["uniform_vectors"])
 def test_injected_uniforms(case: dict[str, Any], scheme: str) -> None:
-    wanted, verify = case[scheme], build(scheme)
-    draft, p_BJV = one_draft(case["draft"], rows_of(case["q_rows"])), rows_of(case["p_rows"])
+    wanted = case[scheme]
+    verify = build(scheme)
+    draft = one_draft(case["draft"], rows_of(case["q_rows"]))
+    p_BJV = rows_of(case["p_rows"])
     assert int(verify(draft, p_BJV, double([[*case["uniforms"], 0.5]])).num_accepted_B) == wanted["tau"]
     assert_thresholds(scheme, draft, p_BJV, wanted["thresholds"]["val"])
     assert close(sweep(verify, draft, p_BJV, case["uniforms"]), wanted["next_token_dist"]["val"], 1 / 12_000)
@@ -340,7 +362,8 @@ def match_acceptance(p: list[float], token: int, points: int = 12_000) -> float:
 
 @parametrize("case", VECTORS["exact_match_cases"])
 def test_exact_match_case(case: dict[str, Any]) -> None:
-    p, q = case["p"]["val"], case["q"]["val"]
+    p = case["p"]["val"]
+    q = case["q"]["val"]
     independent = sum(weight * match_acceptance(p, token) for token, weight in enumerate(q))
     assert close(independent, case["accept_match_independent_draws"]["val"], 1 / 6_000)
     greedy = match_acceptance(p, int(np.argmax(q)))
@@ -354,7 +377,9 @@ def test_exact_match_case(case: dict[str, Any]) -> None:
 def test_match_equals_plain_sampling_token_for_token(with_q: bool) -> None:
     """The same uniforms by position give the same tokens, whatever was drafted."""
     generator = torch.Generator().manual_seed(4)
-    vocab, num_draft, rows = 3, 4, 4_000
+    vocab = 3
+    num_draft = 4
+    rows = 4_000
     p_table = {
         tuple(prefix): random_laws(generator, vocab).tolist()
         for length in range(num_draft + 1)
@@ -394,11 +419,13 @@ def rates_id(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", SYNTHETIC_RATES, ids=rates_id)
 def test_synthetic_case(case: dict[str, Any], with_q: bool, temperature: str) -> None:
     """The law of acceptance is what was asked for, whatever the target says and however tokens were drawn."""
-    rates, conditional = case["unconditional"]["val"], case["conditional"]["val"]
+    rates = case["unconditional"]["val"]
+    conditional = case["conditional"]["val"]
     assert close(synthetic.conditional(rates), conditional)
     verify = build("synthetic", len(rates), synthetic_acceptance_rates=rates)
     generator = torch.Generator().manual_seed(5)
-    rows, vocab = 20, 5
+    rows = 20
+    vocab = 5
     p_BJV = random_laws(generator, rows, len(rates) + 1, vocab)
     argmax_BJ = p_BJV.argmax(-1)
     if temperature == "zero":
@@ -419,7 +446,8 @@ def test_synthetic_case(case: dict[str, Any], with_q: bool, temperature: str) ->
 
 @pytest.mark.parametrize("case", SYNTHETIC_LENGTHS, ids=rates_id)
 def test_synthetic_profile_of_a_length(case: dict[str, Any]) -> None:
-    length, num_draft = case["from_mean_acceptance_length"]["val"], case["gamma"]
+    length = case["from_mean_acceptance_length"]["val"]
+    num_draft = case["gamma"]
     rates = synthetic.rates_of_length(length, num_draft)
     assert close(rates, case["min_variance_unconditional"]["val"])
     assert close(sum(rates), case["min_variance_sum"]["val"])
@@ -448,7 +476,8 @@ def test_synthetic_conditional_rates_are_those_of_vllm() -> None:
 
 def test_synthetic_rate_of_zero_refuses_a_uniform_of_zero() -> None:
     verify = build("synthetic", 2, synthetic_acceptance_rates=[1.0, 0.0])
-    draft, p_BJV = one_draft([0, 0]), double([[[0.5, 0.5]] * 3])
+    draft = one_draft([0, 0])
+    p_BJV = double([[[0.5, 0.5]] * 3])
     for u in (0.0, 0.5, ALMOST_ONE):
         assert int(verify(draft, p_BJV, double([[u, u, 0.5]])).num_accepted_B) == 1
 
@@ -507,7 +536,8 @@ def test_what_the_schemes_say_of_themselves() -> None:
 
 
 CONTEXT = VECTORS["negative_cases"][0]
-P_CONTEXT, Q_CONTEXT = table(CONTEXT["p"]), table(CONTEXT["q"])
+P_CONTEXT = table(CONTEXT["p"])
+Q_CONTEXT = table(CONTEXT["q"])
 LOW_CONFIDENCE = 0.35
 HIGH_ENTROPY = 1.5  # bits
 
@@ -556,11 +586,13 @@ LENGTH_RULES = {
 
 @parametrize("case", VECTORS["variable_length_cases"])
 def test_variable_length_exact(case: dict[str, Any]) -> None:
-    gamma, rule = case["gamma_max"], LENGTH_RULES[case["name"]]
+    gamma = case["gamma_max"]
+    rule = LENGTH_RULES[case["name"]]
     law = emitted_law(build(case["scheme"]), P_CONTEXT, Q_CONTEXT, 3, gamma, length=rule)
     tau = accepted_law(law, gamma)
     assert close((tau * torch.arange(gamma + 1)).sum(), case["expected_accepted"]["val"])
-    joint, wanted = completed_joint(law, P_CONTEXT, 3, gamma + 1), target_joint(P_CONTEXT, 3, gamma + 1)
+    joint = completed_joint(law, P_CONTEXT, 3, gamma + 1)
+    wanted = target_joint(P_CONTEXT, 3, gamma + 1)
     if case["output_is_target"]:
         assert close(joint, wanted)
     else:
@@ -572,7 +604,8 @@ def test_variable_length_exact(case: dict[str, Any]) -> None:
 @parametrize("case", VECTORS["variable_length_cases"])
 def test_variable_length_simulated(case: dict[str, Any]) -> None:
     """The test that passes for the allowed rules fails for the forbidden one."""
-    gamma, rule = case["gamma_max"], LENGTH_RULES[case["name"]]
+    gamma = case["gamma_max"]
+    rule = LENGTH_RULES[case["name"]]
     verify = build(case["scheme"])
     num_accepted_B, token_BJ = simulate(verify, P_CONTEXT, Q_CONTEXT, 3, gamma, ROWS, seed=6, length=rule)
     spread = float(num_accepted_B.double().std()) / math.sqrt(ROWS)
@@ -610,7 +643,8 @@ def ratios(draft: Draft, p_BJV: Tensor) -> Tensor:
 
 def block_prefix(draft: Draft, p_BJV: Tensor) -> Tensor:
     """[B, K] P_i, clipped at every step."""
-    column, prefix = torch.ones(len(p_BJV), dtype=torch.float64), []
+    column = torch.ones(len(p_BJV), dtype=torch.float64)
+    prefix = []
     for ratio_B in ratios(draft, p_BJV).unbind(1):
         column = (column * ratio_B).clamp(max=1.0)
         prefix.append(column)
@@ -719,9 +753,11 @@ ENTANGLED = "product_of_uniforms_toy_g2"
 def negative_tables(case: dict[str, Any]) -> tuple[Table, Table, int, int]:
     """p, q, vocabulary and gamma of a negative case. The retrospective one is context-free: one row each."""
     if "gamma" in case:
-        p_table, q_table = table(case["p"]), table(case["q"])
+        p_table = table(case["p"])
+        q_table = table(case["q"])
         return p_table, q_table, len(p_table[()]), case["gamma"]
-    p, q = case["p"]["val"], case["q"]["val"]
+    p = case["p"]["val"]
+    q = case["q"]["val"]
     return {(): p, (0,): p, (1,): p}, {(): q}, 2, 1
 
 
@@ -747,7 +783,8 @@ def test_mutant_has_the_law_of_the_vectors(name: str) -> None:
 
 
 def test_mutant_product_of_uniforms_has_the_law_of_the_vectors() -> None:
-    case, rows = NEGATIVE[ENTANGLED], 1_000_000
+    case = NEGATIVE[ENTANGLED]
+    rows = 1_000_000
     p_table, q_table, vocab, gamma = negative_tables(case)
     num_accepted_B, token_BJ = simulate(MUTANTS[ENTANGLED], p_table, q_table, vocab, gamma, rows, seed=7)
     for k, rate in enumerate(case["tau_probs_float"]):
@@ -814,10 +851,13 @@ def test_injected_uniforms_catch_a_residual_without_p_tau() -> None:
 def test_block_equals_the_open_reference() -> None:
     """The readable block above, and ours: the same verdict for the same uniforms."""
     generator = torch.Generator().manual_seed(9)
-    p_BJV, q_BKV = random_laws(generator, 50_000, 5, 4), random_laws(generator, 50_000, 4, 4)
+    p_BJV = random_laws(generator, 50_000, 5, 4)
+    q_BKV = random_laws(generator, 50_000, 4, 4)
     token_BK = inverse_cdf(q_BKV, noise(generator, 50_000, 4))
-    draft, u_BJ = Draft(token_BK, torch.full((50_000,), 4), q_BKV), noise(generator, 50_000, 5)
-    ours, reference = build("block")(draft, p_BJV, u_BJ), block_in_the_open(draft, p_BJV, u_BJ)
+    draft = Draft(token_BK, torch.full((50_000,), 4), q_BKV)
+    u_BJ = noise(generator, 50_000, 5)
+    ours = build("block")(draft, p_BJV, u_BJ)
+    reference = block_in_the_open(draft, p_BJV, u_BJ)
     assert torch.equal(ours.num_accepted_B, reference.num_accepted_B)
     assert torch.equal(ours.token_B, reference.token_B)
 
@@ -829,15 +869,18 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
     """On random tables, exactly; and exactly as much as sum_i E_q[P_i] allows."""
     generator = torch.Generator().manual_seed(10)
     for vocab, gamma in ((2, 4), (3, 3), (5, 2)):
-        tables, num_paths = 40, vocab**gamma
+        tables = 40
+        num_paths = vocab**gamma
         token_BK = sequences(vocab, gamma).repeat(tables, 1)
         table_B = torch.arange(tables).repeat_interleave(num_paths)
-        p_rows, q_rows = [], []
+        p_rows = []
+        q_rows = []
         for i in range(gamma + 1):  # one law per prefix of a table, for all the paths that begin with it
             prefix_B = torch.arange(num_paths).repeat(tables) // vocab ** (gamma - i)
             p_rows.append(random_laws(generator, tables, vocab**i, vocab)[table_B, prefix_B])
             q_rows.append(random_laws(generator, tables, vocab**i, vocab)[table_B, prefix_B])
-        p_BJV, q_BKV = torch.stack(p_rows, 1), torch.stack(q_rows[:-1], 1)
+        p_BJV = torch.stack(p_rows, 1)
+        q_BKV = torch.stack(q_rows[:-1], 1)
         draft = Draft(token_BK, torch.full((len(token_BK),), gamma), q_BKV)
         weight_B = standard.draft_q(draft, p_BJV).prod(-1)
 
@@ -856,12 +899,12 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
 
 def ragged_batch(seed: int) -> tuple[Draft, Tensor, Tensor]:
     """Rows of every length, with rubbish where their drafts have ended."""
-    rows, num_draft, vocab = 3_000, 4, 5
+    rows = 3_000
+    num_draft = 4
+    vocab = 5
     generator = torch.Generator().manual_seed(seed)
-    p_BJV, q_BKV = (
-        random_laws(generator, rows, num_draft + 1, vocab),
-        random_laws(generator, rows, num_draft, vocab),
-    )
+    p_BJV = random_laws(generator, rows, num_draft + 1, vocab)
+    q_BKV = random_laws(generator, rows, num_draft, vocab)
     token_BK = inverse_cdf(q_BKV, noise(generator, rows, num_draft))
     length_B = torch.arange(rows) % (num_draft + 1)
     padding_BK = torch.arange(num_draft) >= length_B.unsqueeze(-1)
@@ -907,7 +950,8 @@ def test_verdict_does_not_depend_on_batch_mates(verify: Any) -> None:
 @pytest.mark.parametrize("verify", verifiers(), ids=lambda verify: verify.name)
 def test_nothing_drafted_is_plain_sampling(verify: Any) -> None:
     generator = torch.Generator().manual_seed(13)
-    p_BJV, u_BJ = random_laws(generator, 1_000, 1, 7), noise(generator, 1_000, 1)
+    p_BJV = random_laws(generator, 1_000, 1, 7)
+    u_BJ = noise(generator, 1_000, 1)
     draft = Draft(torch.empty(1_000, 0, dtype=torch.int64), torch.zeros(1_000, dtype=torch.int64))
     verdict = verify(draft, p_BJV, u_BJ)
     assert not verdict.num_accepted_B.any()
@@ -919,7 +963,9 @@ def test_nothing_drafted_is_plain_sampling(verify: Any) -> None:
 def test_greedy_target_takes_the_longest_match(scheme: str, with_q: bool) -> None:
     """At temperature 0 every lossless scheme is the same function, and so is `match.compare`."""
     generator = torch.Generator().manual_seed(14)
-    rows, num_draft, vocab = 5_000, 4, 6
+    rows = 5_000
+    num_draft = 4
+    vocab = 6
     argmax_BJ = torch.randint(vocab, (rows, num_draft + 1), generator=generator)
     q_BKV = random_laws(generator, rows, num_draft, vocab)
     token_BK = inverse_cdf(q_BKV, noise(generator, rows, num_draft))
@@ -953,7 +999,9 @@ def test_residual_without_mass_falls_back_to_p() -> None:
 def test_token_without_mass_is_never_emitted(scheme: str, with_q: bool) -> None:
     """Half of each law is 0 in turn, at uniforms of 0, just below 1, and between."""
     generator = torch.Generator().manual_seed(15)
-    rows, num_draft, vocab = 20_000, 3, 6
+    rows = 20_000
+    num_draft = 3
+    vocab = 6
     p_BJV = random_laws(generator, rows, num_draft + 1, vocab)
     p_BJV = p_BJV * (noise(generator, *p_BJV.shape) < 0.5)
     p_BJV[..., 2] += 1e-3
@@ -1006,7 +1054,8 @@ def test_token_that_nobody_gives_mass_falls(scheme: str, u: float) -> None:
 def test_uniforms_just_below_one(scheme: str) -> None:
     """They refuse all that can be refused: what stands is liked by the target as by the drafter."""
     generator = torch.Generator().manual_seed(16)
-    p_BJV, q_BKV = random_laws(generator, 5_000, 2, 4), random_laws(generator, 5_000, 1, 4)
+    p_BJV = random_laws(generator, 5_000, 2, 4)
+    q_BKV = random_laws(generator, 5_000, 1, 4)
     draft = Draft(inverse_cdf(q_BKV, noise(generator, 5_000, 1)), torch.ones(5_000, dtype=torch.int64), q_BKV)
     u_BJ = torch.full((5_000, 2), ALMOST_ONE, dtype=torch.float64)
     verdict = build(scheme)(draft, p_BJV, u_BJ)
@@ -1025,18 +1074,22 @@ def test_float32_laws_that_do_not_quite_sum_to_one(scheme: str, scale: float) ->
         return verify(Draft(draft.token_BK, draft.length_B, q_BKV), p_BJV.float() * scale, u_BJ)
 
     for case in CHAIN_CASES:
-        p_table, vocab, gamma = table(case["p"]), case["vocab"], case["gamma"]
+        p_table = table(case["p"])
+        vocab = case["vocab"]
+        gamma = case["gamma"]
         law = emitted_law(rounded, p_table, table(case["q"]), vocab, gamma)
         joint = completed_joint(law, p_table, vocab, gamma + 1)
         assert tv(joint, target_joint(p_table, vocab, gamma + 1)) < 1e-5
-        tau, wanted = accepted_law(law, gamma), case["schemes"][scheme]["tau_probs"]["val"]
+        tau = accepted_law(law, gamma)
+        wanted = case["schemes"][scheme]["tau_probs"]["val"]
         assert close(tau.flip(0).cumsum(0), double(wanted).flip(0).cumsum(0), 1e-5)
 
 
 # Noise: what judges a draft must be independent of what drew it, and of what judged the step before
 
 
-NARROW_VOCAB, NARROW_DRAFT = 16, 2
+NARROW_VOCAB = 16
+NARROW_DRAFT = 2
 
 
 @functools.cache
@@ -1050,7 +1103,8 @@ def narrow_laws() -> tuple[Tensor, Tensor]:
 def narrow_tokens(scheme: str, verify_stream: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """One step of `rows` requests with seeds of their own: num_accepted_B and completed tokens [B, K + 1]."""
     p_V, q_V = narrow_laws()
-    seed_B1, column_J = np.arange(rows)[:, None], np.arange(NARROW_DRAFT + 1)
+    seed_B1 = np.arange(rows)[:, None]
+    column_J = np.arange(NARROW_DRAFT + 1)
     draw_BK = torch.from_numpy(uniforms(seed_B1, DRAFT, 0, column_J[:-1]))
     token_BK = inverse_cdf(q_V.expand(rows, NARROW_DRAFT, -1), draw_BK)
     draft = Draft(token_BK, torch.full((rows,), NARROW_DRAFT), q_V.expand(rows, NARROW_DRAFT, -1))
@@ -1089,9 +1143,13 @@ def test_narrow_adversarial_law_sees_shared_noise(scheme: str) -> None:
 
 def generate(scheme: str, keyed_by: str, p: list[float], q: list[float], num_tokens: int) -> Tensor:
     """[B, num_tokens] through repeated steps of two draft tokens; p and q do not look at the context."""
-    rows, num_draft, columns = 32_768, 2, np.arange(3)
-    p_BJV, q_BKV = double(p).expand(rows, num_draft + 1, -1), double(q).expand(rows, num_draft, -1)
-    seed_B1, row_B = np.arange(rows)[:, None], torch.arange(rows)
+    rows = 32_768
+    num_draft = 2
+    columns = np.arange(3)
+    p_BJV = double(p).expand(rows, num_draft + 1, -1)
+    q_BKV = double(q).expand(rows, num_draft, -1)
+    seed_B1 = np.arange(rows)[:, None]
+    row_B = torch.arange(rows)
     token_BL = torch.zeros(rows, num_tokens + num_draft + 1, dtype=torch.int64)
     count_B = torch.zeros(rows, dtype=torch.int64)
     step = 0
@@ -1252,7 +1310,8 @@ def test_uniforms_are_uniform() -> None:
 
 def test_uniforms_of_different_places_are_independent() -> None:
     """Neighbours along every argument, and arguments swapped: pairs fill the square evenly."""
-    n, many = 200_000, np.arange(200_000)
+    n = 200_000
+    many = np.arange(200_000)
     pairs = {
         "columns": (uniforms(many, VERIFY, 5, 0), uniforms(many, VERIFY, 5, 1)),
         "streams": (uniforms(many, VERIFY, 5, 0), uniforms(many, DRAFT, 5, 0)),
@@ -1273,7 +1332,9 @@ def test_uniforms_of_different_places_are_independent() -> None:
 
 
 def test_uniforms_do_not_depend_on_the_shape_of_the_call() -> None:
-    seeds, steps, columns = np.array([-(2**63), -1, 0, 1, 2**63 - 1]), np.array([0, 9, 2**40]), np.arange(4)
+    seeds = np.array([-(2**63), -1, 0, 1, 2**63 - 1])
+    steps = np.array([0, 9, 2**40])
+    columns = np.arange(4)
     batch = uniforms(seeds[:, None, None], DRAFT, steps[:, None], columns)
     assert batch.shape == (5, 3, 4)
     assert len(np.unique(batch)) == batch.size
@@ -1301,7 +1362,8 @@ def probs_reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         border = sorted(law, reverse=True)[min(params.top_k, vocab) - 1]
         law[law < border] = 0
     law /= law.sum()
-    kept, mass = np.zeros(vocab), 0.0
+    kept = np.zeros(vocab)
+    mass = 0.0
     for token in sorted(range(vocab), key=lambda v: -law[v]):
         if mass >= params.top_p and params.top_p < 1:
             break
@@ -1380,7 +1442,8 @@ def test_probs_ties() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_probs_of_half_precision_logits(dtype: torch.dtype) -> None:
     logits_NV = (3 * torch.randn(20, 33, generator=torch.Generator().manual_seed(23))).to(dtype)
-    params, row_N = [SamplingParams(temperature=0.8, top_p=0.9)], torch.zeros(20, dtype=torch.int64)
+    params = [SamplingParams(temperature=0.8, top_p=0.9)]
+    row_N = torch.zeros(20, dtype=torch.int64)
     assert torch.equal(probs(logits_NV, params, row_N), probs(logits_NV.float(), params, row_N))
 
 
@@ -1391,7 +1454,8 @@ def apply_penalties_reference(
     logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], stop_ids: list[int]
 ) -> np.ndarray:
     """One position, whose output so far is `output` (draft tokens before it included)."""
-    logits, count = logits.astype(np.float64).copy(), Counter(output)
+    logits = logits.astype(np.float64).copy()
+    count = Counter(output)
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
     if len(output) < params.min_tokens:
@@ -1420,7 +1484,8 @@ def penalties_batch(
     num_draft: int,
 ) -> tuple[Tensor, list[SamplingParams], list[list[int]], list[list[int]], Draft]:
     """Rows of every kind, a few tokens of vocabulary so that drafts repeat prompt, output and themselves."""
-    generator, vocab = torch.Generator().manual_seed(24), 12
+    generator = torch.Generator().manual_seed(24)
+    vocab = 12
     params = [SamplingParams(**values, max_tokens=64) for values in ADJUST_PARAMS for _ in range(4)]
     rows = len(params)
     logits_BJV = 2 * torch.randn(rows, num_draft + 1, vocab, generator=generator)
@@ -1442,7 +1507,9 @@ def counted(lists: list[list[int]], vocab: int) -> Tensor:
 @pytest.mark.parametrize("num_draft", [0, 4])
 def test_penalties_counts_the_draft_before_each_position(num_draft: int) -> None:
     logits_BJV, params, prompts, outputs, draft = penalties_batch(num_draft)
-    prompt_BV, output_BV, before = counted(prompts, 12), counted(outputs, 12), logits_BJV.clone()
+    prompt_BV = counted(prompts, 12)
+    output_BV = counted(outputs, 12)
+    before = logits_BJV.clone()
     stop_ids = [[b % 12, 11] for b in range(len(params))]
     num_output_B = np.array([len(output) for output in outputs])
     kept = output_BV.clone()
@@ -1462,7 +1529,8 @@ def test_penalties_without_penalties_needs_no_counts() -> None:
     logits_BJV, params, prompts, outputs, draft = penalties_batch(4)
     mild = [b for b, p in enumerate(params) if p.repetition_penalty == 1 and not p.presence_penalty]
     mild = [b for b in mild if not params[b].frequency_penalty]
-    stop_ids, num_output_B = [[3, 11] for _ in mild], np.array([len(outputs[b]) for b in mild])
+    stop_ids = [[3, 11] for _ in mild]
+    num_output_B = np.array([len(outputs[b]) for b in mild])
     rest = ([params[b] for b in mild], draft.token_BK[mild], draft.length_B[mild], num_output_B, stop_ids)
     counts = (counted([prompts[b] for b in mild], 12), counted([outputs[b] for b in mild], 12))
     bare = apply_penalties(logits_BJV[mild], rest[0], None, None, *rest[1:])

@@ -266,12 +266,14 @@ def test_train_has_the_keys_of_its_class() -> None:
 @pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
 def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
     """The published recipe shows every key of the drafter, of how it begins and of its objective; the demo changes some."""
-    name, recipe = path.stem.removesuffix("_demo"), read(path)
+    name = path.stem.removesuffix("_demo")
+    recipe = read(path)
     trained: Any = method.find(name)
     architecture = getattr(trained, "architecture_type", None) or importlib.import_module(f"specdec.method.{name}").Architecture
     whole = path.stem == name
     for key, record in (("drafter", architecture), ("init", trained.init_type), ("objective", trained.objective_type)):
-        given, known = set(recipe.get(key, {})), set(record.model_fields)
+        given = set(recipe.get(key, {}))
+        known = set(record.model_fields)
         assert given == known if whole else given <= known, key
     assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(Settings.model_fields)
 

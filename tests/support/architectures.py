@@ -419,7 +419,8 @@ def check(case: Case, outcome: Outcome) -> list[str]:
 
 def table(cases: list[Case]) -> tuple[str, list[str]]:
     """Every case as a line of a Markdown table; what came otherwise than expected."""
-    lines, faults = ["| model_type | decodes | hidden states |", "|---|---|---|"], []
+    lines = ["| model_type | decodes | hidden states |", "|---|---|---|"]
+    faults = []
     for case in cases:
         with tempfile.TemporaryDirectory() as directory:
             outcome = try_out(case, Path(directory))

@@ -48,7 +48,10 @@ Cli = Callable[..., Done]
 
 def call(name: str, *arguments: object, cwd: Path, folder: Path = EVAL) -> Done:
     """A script in this process, as `python eval/NAME.py ARGUMENTS` from another directory."""
-    script, out, err, code = folder / f"{name}.py", io.StringIO(), io.StringIO(), None
+    script = folder / f"{name}.py"
+    out = io.StringIO()
+    err = io.StringIO()
+    code = None
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(cwd)
         patch.setattr(sys, "argv", [str(script), *map(str, arguments)])

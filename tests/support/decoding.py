@@ -41,7 +41,9 @@ def decode_reference(
     max_model_len: int = 10**9,
 ) -> tuple[list[int], str]:
     """Token for token, each with the noise that the engine has for it. Returns tokens and why they end."""
-    params, prompt, output = request.params, request.prompt_token_ids, []
+    params = request.params
+    prompt = request.prompt_token_ids
+    output = []
     stop_ids = [*(() if params.ignore_eos else eos), *params.stop_token_ids]
     budget = min(params.max_tokens or 10**9, max_model_len - len(prompt))
     while len(output) < budget:

@@ -48,7 +48,8 @@ def table_rows(table: Table, prefix: Sequence[int]) -> Tensor:
 
 def lookup(table: Table, token_BL: Tensor) -> Tensor:
     """[B, L + 1, V]: `table_rows` of many prefixes at once."""
-    vocab, rows = len(table[()]), []
+    vocab = len(table[()])
+    rows = []
     for i in range(token_BL.shape[1] + 1):
         level = [table[prefix] for prefix in itertools.product(range(vocab), repeat=i)]
         rows.append(torch.tensor(level, dtype=torch.float64)[code(token_BL[:, :i], vocab)])
@@ -88,7 +89,8 @@ def bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
     for _ in range(53):
         middle = (low + high) / 2
         below = holds(middle)
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        low = torch.where(below, middle, low)
+        high = torch.where(below, high, middle)
     return high
 
 
@@ -147,7 +149,8 @@ def extra_law(verify: Verify, draft: Draft, p_BJV: Tensor, u_BK: Tensor) -> Tens
     The extra token is an inverse-CDF sample in the order of the ids, so where it steps up as u[:, K] grows
     gives its law.
     """
-    num_rows, vocab = u_BK.shape[0], p_BJV.shape[-1]
+    num_rows = u_BK.shape[0]
+    vocab = p_BJV.shape[-1]
     copies, p_NJV = repeated(draft, p_BJV, vocab - 1)
     u_NK = u_BK.repeat_interleave(vocab - 1, 0)
     token_N = torch.arange(vocab - 1).repeat(num_rows)
@@ -180,7 +183,9 @@ def all_drafts(
     q_BKV = lookup(q_table, token_BK[:, :-1])
     weight_B = q_BKV.gather(-1, token_BK.unsqueeze(-1)).squeeze(-1).prod(-1)
     drawn = weight_B > 0
-    token_BK, q_BKV, weight_B = token_BK[drawn], q_BKV[drawn], weight_B[drawn]
+    token_BK = token_BK[drawn]
+    q_BKV = q_BKV[drawn]
+    weight_B = weight_B[drawn]
     assert not one_hot or len(weight_B) == 1, "a deterministic drafter draws one path only"
     length_B = torch.tensor([length(tuple(x)) if length else gamma for x in token_BK.tolist()])
     return Draft(token_BK, length_B, None if one_hot else q_BKV), weight_B
@@ -287,7 +292,8 @@ def chi_square(observed_counts: Tensor, expected_probs: Tensor) -> tuple[float, 
     That is about ten standard deviations (vLLM's rule), so a fit never fails by chance. Bins that expect
     fewer than 5 are merged into one; a count where the law has no mass makes the statistic infinite.
     """
-    observed, probs = observed_counts.double().flatten(), expected_probs.double().flatten()
+    observed = observed_counts.double().flatten()
+    probs = expected_probs.double().flatten()
     if bool((observed[probs <= 0] > 0).any()):
         return math.inf, 0.0
     expected, order = (probs / probs.sum() * observed.sum())[probs > 0].sort()

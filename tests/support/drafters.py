@@ -30,7 +30,8 @@ REDUCED = np.r_[10:200:2, 200:320]  # target ids of a draft vocabulary
 
 
 def sample(name: str, length: int, spans: list[tuple[int, int]]) -> Sample:
-    rng, mask_n = np.random.default_rng([length, *name.encode()]), np.zeros(length, dtype=bool)
+    rng = np.random.default_rng([length, *name.encode()])
+    mask_n = np.zeros(length, dtype=bool)
     for a, b in spans:
         mask_n[a:b] = True
     return Sample(name, rng.integers(0, VOCAB, length), mask_n)
@@ -103,7 +104,9 @@ class InWords:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         assert checkpoint.tensors is not None
-        self.tensors, self.config, self.shape = checkpoint.tensors, checkpoint.config, checkpoint.config["geometry"]
+        self.tensors = checkpoint.tensors
+        self.config = checkpoint.config
+        self.shape = checkpoint.config["geometry"]
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return self.tensors[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + self.shape["rms_norm_eps"]).sqrt()
@@ -112,19 +115,24 @@ class InWords:
         return x @ self.tensors[f"{name}.weight"].t()
 
     def rotated(self, x_NHW: Tensor) -> Tensor:
-        num_tokens, half = len(x_NHW), x_NHW.shape[-1] // 2
+        num_tokens = len(x_NHW)
+        half = x_NHW.shape[-1] // 2
         speed = self.shape["rope_parameters"]["rope_theta"] ** (-torch.arange(half) / half)
         angle = torch.arange(num_tokens).view(-1, 1, 1) * speed
-        a, b = x_NHW[..., :half], x_NHW[..., half:]
+        a = x_NHW[..., :half]
+        b = x_NHW[..., half:]
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
     def attention(self, x: Tensor, name: str) -> Tensor:
         width = self.shape["head_dim"]
         q, k, v = (self.linear(x, f"{name}.{part}_proj").unflatten(-1, (-1, width)) for part in "qkv")
         if self.config.get("layer_type") == "qwen3":
-            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+            q = self.norm(q, f"{name}.q_norm")
+            k = self.norm(k, f"{name}.k_norm")
         repeat = q.shape[1] // k.shape[1]
-        q, k, v = self.rotated(q), self.rotated(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        q = self.rotated(q)
+        k = self.rotated(k).repeat_interleave(repeat, 1)
+        v = v.repeat_interleave(repeat, 1)
         score = torch.einsum("qhw,khw->hqk", q, k) / width**0.5
         future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         weight = score.masked_fill(future, float("-inf")).softmax(-1)

@@ -246,7 +246,8 @@ def whole_or_absent(out: Path) -> None:
 
 def kinds(folder: Path) -> dict[str, Kind]:
     rng = random.Random(0)
-    data, prompts = folder / "data.jsonl", folder / "prompts.jsonl"
+    data = folder / "data.jsonl"
+    prompts = folder / "prompts.jsonl"
     say = lambda count: " ".join(rng.choices(WORDS, k=count))
     rows = [[("user", say(3)), ("assistant", say(6))] for _ in range(40)]
     data.write_text("".join(json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n" for row in rows))
@@ -294,7 +295,9 @@ def moment(kind: Kind, out: Path, rng: random.Random) -> Callable[[float], bool]
     if not kind.evaluations:
         at_s = rng.uniform(0.02, kind.seconds)  # the script has begun to listen then
         return lambda seconds: seconds > at_s
-    step, after_s, since = rng.choice(kind.steps), rng.uniform(0, kind.evaluation_s), math.inf
+    step = rng.choice(kind.steps)
+    after_s = rng.uniform(0, kind.evaluation_s)
+    since = math.inf
 
     def in_evaluation(seconds: float) -> bool:
         nonlocal since
@@ -325,7 +328,9 @@ def killed_once(
     kind: Kind, straight: Any, folder: Path, rng: random.Random, signals: list[str]
 ) -> tuple[list[str], Counter[str]]:
     """One run with a kill in it, or two, and then its end. Returns what is wrong, and which signals hit."""
-    out, wrong, counts = folder / kind.name, list[str](), Counter[str]()
+    out = folder / kind.name
+    wrong = list[str]()
+    counts = Counter[str]()
     kills = 2 if kind.resumes and rng.random() < 1 / 3 else 1
     while True:
         number = signal.Signals[rng.choice(signals)] if kills else 0
@@ -364,7 +369,8 @@ def killed_once(
 
 def ended_for_good(kind: Kind, straight: Any, folder: Path) -> list[str]:
     """What is not resumed: what is there is readable, and as in an uninterrupted run; and it can be done anew."""
-    out, wrong = folder / kind.name, []
+    out = folder / kind.name
+    wrong = []
     try:
         if kind.script.endswith("load.py"):
             path = out / "requests.jsonl"
@@ -423,17 +429,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         given = kinds(Path(scratch))
         for name in arguments.kinds:
-            kind, folder = given[name], Path(scratch) / name
+            kind = given[name]
+            folder = Path(scratch) / name
             folder.mkdir()
             straight = measure(kind, folder / "straight")
-            counts, number, wrong_runs = Counter[str](), 0, 0
+            counts = Counter[str]()
+            number = 0
+            wrong_runs = 0
             begun = time.monotonic()
             while counts.total() < arguments.kills:
                 seed = f"{arguments.seed} {name} {number}"
                 place = folder / str(number)
                 place.mkdir()
                 wrong, own = killed_once(kind, straight, place, random.Random(seed), arguments.signals)
-                counts, number, wrong_runs = counts + own, number + 1, wrong_runs + bool(wrong)
+                counts = counts + own
+                number = number + 1
+                wrong_runs = wrong_runs + bool(wrong)
                 for line in wrong:
                     print(f"  {name}, seed {seed!r}: {line}", flush=True)
                 shutil.rmtree(place)

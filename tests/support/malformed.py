@@ -44,8 +44,8 @@ from specdec.checkpoint import lint, native
 from specdec.config import CONF
 from specdec.drafter.base import Init
 from specdec.llm import EngineArgs, SpeculativeConfig
-from specdec.measure import report, serving, tasks
-from specdec.policy import cost
+from specdec.measure import records, serving, tasks
+from specdec.policy import cost_table
 from specdec.training import data, features
 
 ROOT = CONF.parent
@@ -153,7 +153,8 @@ def fits(value: Any, kind: Any) -> bool:
     """Whether a value is of an annotated type; an int is a float too, and a bool is nothing but a bool."""
     if kind is Any:
         return True
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inside = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, each) for each in inside)
     if origin is typing.Annotated:
@@ -535,7 +536,8 @@ ACCEPTED_FILES = {("model.safetensors.index.json", kind) for kind in BROKEN} | {
 @cache
 def drafters() -> dict[str, Path]:
     """A directory of each native drafter, and of every foreign format."""
-    root, target = Path(tempfile.mkdtemp()), tiny().target
+    root = Path(tempfile.mkdtemp())
+    target = tiny().target
     found: dict[str, Path] = {}
     for name, architecture in {"eagle3": {}, "mlp": {}, "mtp": {}, "eagle": {}, "peagle": {}}.items():
         init = Init(train_lm_head=name not in ("eagle", "mtp"))
@@ -721,7 +723,8 @@ def row_cases() -> Iterator[Case]:
 
 def render_cases() -> Iterator[Case]:
     """What training makes tokens of, given by hand."""
-    user, answer = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}
+    user = {"role": "user", "content": "Hi."}
+    answer = {"role": "assistant", "content": "Ho."}
     conversations: dict[str, Any] = {
         "text": "hello", "number": 5, "none": None, "empty": [], "numbers": [5], "texts": ["hello"], "empty message": [{}],
         "role is a number": [user, {"role": 5, "content": "a"}], "no role": [user, {"content": "a"}],
@@ -795,7 +798,7 @@ def trace_cases() -> Iterator[Case]:
 
 def cost_cases() -> Iterator[Case]:
     whole = {
-        "format": cost.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0,
+        "format": cost_table.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0,
         2.0]] * 2,
         "draft_s": [[0.0, 1.0]] * 2, "about": {}, "schedule": None,
     }  # fmt: skip
@@ -820,11 +823,11 @@ def cost_cases() -> Iterator[Case]:
 
         def action(scratch: Path, content: bytes = content) -> Any:
             (scratch / "cost.json").write_bytes(content)
-            return cost.load(scratch / "cost.json")
+            return cost_table.load(scratch / "cost.json")
 
         yield Case("costs", name, action, ("cost.json",))
-    yield Case("costs", "not there", lambda scratch: cost.load(scratch / "none.json"), ("none.json",))
-    yield Case("costs", "a directory", lambda scratch: cost.load(scratch))
+    yield Case("costs", "not there", lambda scratch: cost_table.load(scratch / "none.json"), ("none.json",))
+    yield Case("costs", "a directory", lambda scratch: cost_table.load(scratch))
 
 
 SUMMARY: dict[str, Any] = {
@@ -848,8 +851,8 @@ def summary_cases() -> Iterator[Case]:
         "profile_cost": lambda directory: profile["read_run"](directory, "ngram"),
         "share": lambda directory: share["evaluated"](directory),
     }  # fmt: skip
-    hints = typing.get_type_hints(report._Summary)
-    numbers = typing.get_type_hints(report._Numbers)
+    hints = typing.get_type_hints(records.Summary)
+    numbers = typing.get_type_hints(records.Numbers)
 
     def case(reader: str, name: str, content: bytes) -> Case:
         def action(scratch: Path) -> Any:
@@ -919,7 +922,7 @@ def resume_cases() -> Iterator[Case]:
         if content:
             yield from case(kind, "requests.jsonl", content + b"\n" + tail)
     for place, (key, value) in enumerate(first.items()):
-        if key not in report._Row.model_fields:
+        if key not in records.RequestRow.model_fields:
             continue
         without = {k: v for k, v in first.items() if k != key}
         yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)
@@ -1008,10 +1011,8 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def written(value: Any) -> list[tuple[str, str]]:
     """What is not of a default's kind, as the command line has it."""
-    number, text = (
-        [("word", "banana"), ("list", "[1]"), ("true", "true"), ("mapping", "{a: 1}")],
-        [("list", "[1]"), ("number", "5"), ("mapping", "{a: 1}"), ("empty", "''")],
-    )
+    number = [("word", "banana"), ("list", "[1]"), ("true", "true"), ("mapping", "{a: 1}")]
+    text = [("list", "[1]"), ("number", "5"), ("mapping", "{a: 1}"), ("empty", "''")]
     if isinstance(value, bool):
         return [("word", "maybe"), ("number", "5"), ("list", "[1]"), ("empty", "''")]
     if isinstance(value, int):
@@ -1204,7 +1205,8 @@ def main() -> None:
     chosen = [door for door in MAKERS if not arguments.doors or door.startswith(tuple(arguments.doors))]
     verdicts: dict[str, Counter[str]] = {}
     for door in chosen:
-        began, cases = time.monotonic(), list(MAKERS[door]())
+        began = time.monotonic()
+        cases = list(MAKERS[door]())
         verdicts[door] = Counter()
         for case in cases:
             if arguments.list:

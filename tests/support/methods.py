@@ -46,9 +46,11 @@ def context(
     token_RL = np.full((rows[-1] + 1, SLOTS), 255, dtype=np.int64)
     for row, tokens in texts.items():
         token_RL[row, : len(tokens)] = tokens
-    k, hidden = proposer.num_speculative_tokens, None
+    k = proposer.num_speculative_tokens
+    hidden = None
     if proposer.hidden_layers:
-        handed, hidden = HANDED.setdefault(proposer, {}), []
+        handed = HANDED.setdefault(proposer, {})
+        hidden = []
         for row in rows.tolist():
             hidden_LTD = states(tuple(texts[row][:-1]), proposer.hidden_layers)
             hidden.append(hidden_LTD[min(handed.get(row, 0), len(hidden_LTD) - 1) :])

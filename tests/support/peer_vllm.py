@@ -88,7 +88,8 @@ class Run:
 
 def cut(steps: Steps, num_output_tokens: int, max_tokens: int) -> Steps:
     """vLLM's steps of a request as they are counted here. num_output_tokens: of its answer, with the token of prefill."""
-    found, emitted = [], 1
+    found = []
+    emitted = 1
     for drafted, accepted in steps:
         made = min(drafted, max_tokens - emitted - 1)
         found.append((made, min(accepted, made, num_output_tokens - emitted)))
@@ -106,7 +107,9 @@ def row(case: Case, ours: Run, theirs: Run, max_tokens: int) -> dict[str, Any]:
     """The comparison in numbers."""
     ruled = [cut(own, len(tokens), max_tokens) for own, tokens in zip(theirs.steps, theirs.tokens, strict=True)]
     count = len(ours.tokens)
-    own, raw, same = sums(ours.steps), sums(theirs.steps), sums(ruled)
+    own = sums(ours.steps)
+    raw = sums(theirs.steps)
+    same = sums(ruled)
     general = [key for key in ours.counters if not key.startswith("vllm:spec_decode")]
     return {
         "case": case.name,
@@ -265,14 +268,16 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
     ]
     data.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
-    rows, version = [], "?"
+    rows = []
+    version = "?"
     for case in chosen:
         print(f"{case.name} ...", file=sys.stderr, flush=True)
         if case.needs and not has(arguments.vllm, case.needs):
             rows.append({"case": case.name, "reason": f"left out: {case.needs} is not in vLLM's environment"})
             continue
         try:
-            run = to_checkpoint = None
+            run = None
+            to_checkpoint = None
             if case.drafter is not None:
                 run = train(case.drafter, data, out / "runs", arguments.max_steps)
                 to_checkpoint = export(run, case.format, out / f"{case.drafter}-{case.format}")

@@ -52,7 +52,8 @@ def decode(
 
 def misfit(target: TableLM, requests: list[Request], stretch: int = STRETCH) -> float:
     """Chi-square of the joint law of (two tokens before, stretch), over its threshold. Below 1 it fits."""
-    vocab, params = target.vocab_size, requests[0].params
+    vocab = target.vocab_size
+    params = requests[0].params
     penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     assert params.max_tokens == stretch or not penalises, "with penalties the law depends on more"
     # with the last two of the prompt, every stretch has two tokens before it

@@ -36,7 +36,7 @@ from specdec.model.contract import Contract
 from specdec.model.target import CausalLM, Output
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive, Scheduled
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from specdec.rejection import Verifier
 from specdec.sampling import inverse_cdf
 
@@ -48,17 +48,21 @@ class TokenCache:
     """Stands in for `specdec.model.kv.SlotCache`. Has no slot that was not asked for: a step too far fails."""
 
     def __init__(self) -> None:
-        self.rows, self.slots = 0, 0
+        self.rows = 0
+        self.slots = 0
         self.token_RS = np.zeros((0, 0), dtype=np.int64)
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
         return 8 * (max(rows, self.rows) * max(slots, self.slots) - self.rows * self.slots)
 
     def reserve(self, rows: int, slots: int) -> None:
-        rows, slots = max(rows, self.rows), max(slots, self.slots)
+        rows = max(rows, self.rows)
+        slots = max(slots, self.slots)
         grown = np.full((rows, slots), POISON, dtype=np.int64)
         grown[: self.rows, : self.slots] = self.token_RS
-        self.rows, self.slots, self.token_RS = rows, slots, grown
+        self.rows = rows
+        self.slots = slots
+        self.token_RS = grown
 
     def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
         self.token_RS[row_N, slot_N] = token_N
@@ -76,9 +80,12 @@ class TableLM(CausalLM):
 
     def __init__(self, table: np.ndarray, name: str = "table", max_model_len: int = 512) -> None:
         self.table = np.asarray(table, dtype=np.float32)
-        self.name, self.path = name, Path(name)
-        self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.vocab_size, self.num_layers = self.table.shape[-1], 2
+        self.name = name
+        self.path = Path(name)
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.vocab_size = self.table.shape[-1]
+        self.num_layers = 2
         assert self.table.shape == (self.vocab_size + 1, self.vocab_size, self.vocab_size)
         self.hidden_size = self.vocab_size + 2
         self._parts()
@@ -131,7 +138,9 @@ class TableLM(CausalLM):
 
     def _with_table(self, table: np.ndarray, name: str) -> TableLM:
         other = copy.copy(self)
-        other.table, other.name, other.path = table.astype(np.float32), name, Path(name)
+        other.table = table.astype(np.float32)
+        other.name = name
+        other.path = Path(name)
         return other
 
     def negated(self) -> TableLM:
@@ -240,7 +249,9 @@ def reference_law(
         border = sorted((weight[token] for token in kept), reverse=True)[: params.top_k][-1]
         kept = {token for token in kept if weight[token] >= border}
     if params.top_p < 1:
-        total, mass, nucleus = sum(weight[token] for token in kept), 0.0, set()
+        total = sum(weight[token] for token in kept)
+        mass = 0.0
+        nucleus = set()
         for token in sorted(kept, key=lambda token: (-weight[token], token)):
             if mass < params.top_p * total:
                 nucleus.add(token)
@@ -327,14 +338,14 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "hybrid-of-four": _K
         | {
             "proposers": [
-                {"method": "custom_class", "model": "table.OwnLaw", "num_speculative_tokens": 2},
+                {"method": "custom_class", "model": "support.table.OwnLaw", "num_speculative_tokens": 2},
                 {"method": "suffix", "suffix_decoding_max_tree_depth": 6, "min_score": 0.6},
                 {"method": "mlp", "model": "fresh", "draft_sample_method": "probabilistic", "max_model_len": 24},
                 {"method": "draft_model", "model": "noisy"},
             ]
         },
     },
-    "custom_class": {"own-law": _K | {"model": "table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
+    "custom_class": {"own-law": _K | {"model": "support.table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
 }
 
 
@@ -398,7 +409,8 @@ class Restless:
     """Lengths by lot, a third of them 0; and of what is drafted, a part by lot is kept."""
 
     def __init__(self, most: int = NUM_DRAFT) -> None:
-        self.most, self.rng = most, np.random.default_rng(3)
+        self.most = most
+        self.rng = np.random.default_rng(3)
 
     def on_start(self, row: int) -> None:
         pass
@@ -415,7 +427,8 @@ class Restless:
 
 def costs(most: int = NUM_DRAFT, verify: float = 0.12, draft: float = 0.05) -> CostTable:
     """A step of one token takes 1, each further token `verify`, each drafted one `draft`; rows cost a fifth of that more."""
-    sizes, lengths = [1, 8], list(range(most + 1))
+    sizes = [1, 8]
+    lengths = list(range(most + 1))
     rows = {size: 1 + 0.2 * (size - 1) for size in sizes}
     verify_s = [[rows[size] + verify * k * size for k in lengths] for size in sizes]
     draft_s = [[draft * k * rows[size] for k in lengths] for size in sizes]
@@ -457,7 +470,9 @@ class OwnLaw:
         self.num_speculative_tokens = num_speculative_tokens
 
     def propose(self, context: Context) -> Draft:
-        tokens, laws, last_B = [], [], context.last_token_B
+        tokens = []
+        laws = []
+        last_B = context.last_token_B
         assert context.uniform_BK is not None
         for k, law_VV in enumerate(self.law_KVV):
             laws.append(law_VV[last_B])

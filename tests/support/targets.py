@@ -49,14 +49,17 @@ SHIPPED: dict[str, tuple[Any, dict[str, Any], int]] = {
 def made_once(name: str, root: Path) -> Path:
     """A random target of the published architecture, and modules with random weights under the published names beside it: the
     layer of a module is named as the target's last one, which transformers writes."""
-    directory, (kind, shape, count) = root / name, SHIPPED[name]
+    directory = root / name
+    (kind, shape, count) = SHIPPED[name]
     told = {} if name == "qwen3-next-dense" else {"num_nextn_predict_layers": count}  # as the published ones
     own = kind(**SMALL, **shape, **told)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(own, dtype=torch.float32).save_pretrained(directory)
-    tensors, noise = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(7)
-    layer, qwen = "model.layers.2.", kind is Qwen3NextConfig
+    tensors = load_file(directory / "model.safetensors")
+    noise = torch.Generator().manual_seed(7)
+    layer = "model.layers.2."
+    qwen = kind is Qwen3NextConfig
     norm = 0.0 if qwen else 1.0
 
     def near(like: Tensor, middle: float, width: float) -> Tensor:
@@ -71,7 +74,8 @@ def made_once(name: str, root: Path) -> Path:
         width = tensors["model.norm.weight"]
         both = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
         if qwen:
-            prefix, both = "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
+            prefix = "mtp."
+            both = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")
         for key in both[:3]:
             more[f"{prefix}{key}.weight"] = near(width, norm, 0.15)
         more[f"{prefix}{both[3]}.weight"] = near(torch.empty(32, 64), 0, 0.2)

@@ -82,7 +82,8 @@ def train(
     **settings: Any,
 ) -> Trained:
     """`fit` with small settings. more: other arguments of `fit`."""
-    drafter, rows = drafter or learner(kind), []
+    drafter = drafter or learner(kind)
+    rows = []
 
     def kept(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -139,7 +140,8 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "big"
 
 
 def conversations(path: Path, count: int = 24, answers: bool = True) -> Path:
-    rng, lines = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    lines = []
     for _ in range(count):
         turns = [{"role": "user", "content": " ".join(rng.choice(WORDS, 3))}]
         if answers:

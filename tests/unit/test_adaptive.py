@@ -19,9 +19,9 @@ from specdec.engine import Engine
 from specdec.llm import LLM, SpeculativeConfig
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.policy import adaptive, cost
+from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from support.decoding import TABLE, decode_reference, make, outputs, prompts
 from support.stretches import TABLE as SMALL
 from support.stretches import adverse, decode, drafts_of, misfit
@@ -128,7 +128,8 @@ def test_a_schedule_is_read_as_vllm_reads_it() -> None:
     """Any order; gaps and the tail have the K before them; K is clamped."""
     table = check_schedule([[9, 16, 0], [1, 2, 7], [5, 6, 2]])
     assert table == [[1, 2, 7], [5, 6, 2], [9, 16, 0]]
-    scheduled, want = Scheduled(table, 5), [5, 5, 5, 5, 2, 2, 2, 2, 0, 0]
+    scheduled = Scheduled(table, 5)
+    want = [5, 5, 5, 5, 2, 2, 2, 2, 0, 0]
     for num_rows, num_draft in enumerate(want, 1):
         assert scheduled.draft_lengths(np.arange(num_rows), np.full(num_rows, 24)).tolist() == [num_draft] * num_rows
     assert scheduled.draft_lengths(np.arange(100), np.full(100, 24)).max() == 0
@@ -203,7 +204,8 @@ def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
 def test_acceptance_is_learned() -> None:
     """Of a known law with evidence, offsets by position and tokens that were never looked at."""
     rng = np.random.default_rng(0)
-    model, offset = AcceptanceModel(6, 1), np.array([0.5, 0.0, -0.5])
+    model = AcceptanceModel(6, 1)
+    offset = np.array([0.5, 0.0, -0.5])
     for _ in range(80):
         feature_NF = np.stack([rng.normal(size=40), rng.normal(size=40)], 1)
         position_N = rng.integers(0, 3, 40)
@@ -274,8 +276,10 @@ def test_the_choice_is_the_best_there_is() -> None:
     """Against all choices of lengths, where their costs are linear."""
     rng = np.random.default_rng(1)
     for _ in range(30):
-        rows, most = int(rng.integers(1, 4)), 3
-        verify, draft = rng.uniform(0.05, 0.6), rng.uniform(0.0, 0.2)
+        rows = int(rng.integers(1, 4))
+        most = 3
+        verify = rng.uniform(0.05, 0.6)
+        draft = rng.uniform(0.0, 0.2)
         deciding = Adaptive(costs(most, verify, draft), most, 8, auto=True, trims=False)
         survival_BK = rng.random((rows, most)).cumprod(1)
         got_B = deciding._best(survival_BK, np.full(rows, most), rows, drafting=True)
@@ -300,7 +304,8 @@ def test_a_drawn_token_is_let_in_without_looking_past_it() -> None:
     price_N = np.diff(convex_hull(rng.random(13).cumsum()))
     for _ in range(300):
         survival_BK = rng.random((3, 4)).cumprod(1)
-        row, place = int(rng.integers(3)), int(rng.integers(3))
+        row = int(rng.integers(3))
+        place = int(rng.integers(3))
         other_BK = survival_BK.copy()
         other_BK[row, place + 1 :] = survival_BK[row, place] * rng.random(3 - place).cumprod()
         taken = []
@@ -335,7 +340,7 @@ def test_costs_between_and_beyond_the_points() -> None:
 def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
     table = costs()
     table.save(tmp_path / "cost.json")
-    assert cost.load(tmp_path / "cost.json") == table
+    assert cost_table.load(tmp_path / "cost.json") == table
     told = json.loads((tmp_path / "cost.json").read_text())
     for change, word in (
         ({"format": "other"}, "not a file of eval/profile_cost.py"),
@@ -346,14 +351,14 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
         ({"more": 1}, "more"),
     ):
         (tmp_path / "bad.json").write_text(json.dumps(told | change))
-        one_line(lambda: cost.load(tmp_path / "bad.json"), "bad.json", word)
-    one_line(lambda: cost.load(tmp_path / "none.json"), "none.json", "cannot be read", "profile_cost")
+        one_line(lambda: cost_table.load(tmp_path / "bad.json"), "bad.json", word)
+    one_line(lambda: cost_table.load(tmp_path / "none.json"), "none.json", "cannot be read", "profile_cost")
 
 
 def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
     """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
     drafting, _ = SpeculativeConfig(**ngram(2)).build(target)
-    table = cost.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
+    table = profiling.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
     for seconds in (np.array(table.verify_s), np.array(table.draft_s)):
@@ -367,10 +372,10 @@ def test_costs_of_a_drafter_with_a_short_context(target: CausalLM, one_line: Any
     """Beyond it nothing would be drafted, and drafting would seem free."""
     given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
     drafting, _ = SpeculativeConfig(**given, max_model_len=60).build(target)
-    table = cost.measure(target, drafting, [1], repeats=1)
+    table = profiling.measure(target, drafting, [1], repeats=1)
     assert table.draft_s[0][3] > 2 * table.draft_s[0][0] + 1e-4
     drafting, _ = SpeculativeConfig(**given, max_model_len=10).build(target)
-    one_line(lambda: cost.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
+    one_line(lambda: profiling.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
 
 
 def test_a_table_never_says_nothing() -> None:
@@ -406,16 +411,16 @@ class Stubborn:
 
 
 def test_noise_is_taken_out_of_costs() -> None:
-    assert cost.trimmed_mean([5.0, 1.0, 2.0, 90.0]) == 1.5
-    assert cost.isotonic([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
-    assert cost.isotonic([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
-    assert cost.isotonic([3.0, 2.0, 1.0]) == [2, 2, 2]
+    assert profiling.trimmed_mean([5.0, 1.0, 2.0, 90.0]) == 1.5
+    assert profiling.isotonic([1.0, 2.0, 2.0, 5.0]) == [1, 2, 2, 5]
+    assert profiling.isotonic([4.0, 1.0, 1.0, 5.0]) == [2, 2, 2, 5]
+    assert profiling.isotonic([3.0, 2.0, 1.0]) == [2, 2, 2]
 
 
 def test_the_best_schedule() -> None:
     """Verification that gets dear with the batch: long drafts for one row, none for many."""
     table = CostTable([1, 8], [0, 4], [[1.0, 1.1], [1.0, 9.0]], [[0.0, 0.1], [0.0, 0.1]], {})
-    schedule = cost.best_schedule(table, [0.8, 0.6, 0.4, 0.3], 4)
+    schedule = cost_table.best_schedule(table, [0.8, 0.6, 0.4, 0.3], 4)
     assert schedule[0][:2] == [1, schedule[0][1]]
     assert schedule[0][2] == 4
     assert schedule[-1][1:] == [8, 0]
@@ -500,7 +505,8 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
     taken: list[int] = []
 
     class Mine:
-        num_speculative_tokens, hidden_layers = 2, (1,)
+        num_speculative_tokens = 2
+        hidden_layers = (1,)
 
         def propose(self, context: Context) -> list[list[int]]:
             assert context.hidden is not None
@@ -541,6 +547,6 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
 
 def wrap(own: Any, target: TableLM) -> Any:
     """A CustomClass around an object that is there already."""
-    wrapped = method.build("custom_class", target, model="table.Ragged", num_speculative_tokens=2)
+    wrapped = method.build("custom_class", target, model="support.table.Ragged", num_speculative_tokens=2)
     wrapped.own, wrapped.hidden_layers = own, own.hidden_layers  # type: ignore[attr-defined]
     return wrapped

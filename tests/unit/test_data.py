@@ -192,7 +192,8 @@ def check(tokenizer: Any, messages: Messages, wanted: Callable[[str], str], **kw
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_exactly_the_answers_and_what_ends_them_are_supervised(name: str, case: str) -> None:
-    template, messages = TEMPLATES[name], CASES[case]
+    template = TEMPLATES[name]
+    messages = CASES[case]
     tokenizer = byte_tokenizer(template.text, template.eos)
     roles = [message["role"] for message in messages]
     if "system" in roles and not template.system:
@@ -266,7 +267,8 @@ def test_a_token_across_the_border_of_an_inserted_block_is_not_made_either() -> 
 
 def test_a_thinking_block_is_supervised_only_if_the_answer_has_it() -> None:
     tokenizer = byte_tokenizer(QWEN3)
-    plain, thinking = CASES["one"], [user("Six sevens?"), assistant("<think>\nsix, seven\n</think>\n\n42")]
+    plain = CASES["one"]
+    thinking = [user("Six sevens?"), assistant("<think>\nsix, seven\n</think>\n\n42")]
     prompt = ids_of(tokenizer, plain[:1])
 
     rendered = render(plain, tokenizer)  # the template puts an empty block there by itself
@@ -427,7 +429,8 @@ def test_prompt_and_response_without_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_pretokenised_rows(chatml: Any, tmp_path: Path) -> None:
-    ids, mask = [5, 6, 7, 319], [0, 0, 1, 1]
+    ids = [5, 6, 7, 319]
+    mask = [0, 0, 1, 1]
     good = [{"input_ids": ids, "loss_mask": mask}, {"input_ids": ids, "loss_mask": [False, False, True, True]}]
     bad_ids = [[5, 6, 7, 320], [-1, 6, 7, 8], [5.0, 6, 7, 8], ["5", 6, 7, 8], [True, 6, 7, 8], [None, 6, 7, 8], "5678", {}, 5]
     bad_masks = [[0, 0, 1], [0, 0, 1, 1, 1], [0, 0, 2, 1], [0, 0, None, 1], [0, 0, "1", 1], "0011", 1]
@@ -1027,7 +1030,8 @@ def test_roles_of_tools_in_every_spelling(tmp_path: Path) -> None:
 
 
 def test_a_turn_of_weight_nought_is_history(chatml: Any, tmp_path: Path) -> None:
-    one, two = {**assistant("Good day."), "weight": 0}, {**assistant("Yes."), "weight": 1}
+    one = {**assistant("Good day."), "weight": 0}
+    two = {**assistant("Yes."), "weight": 1}
     rows = [
         {"id": "first", "messages": [user("Hi?"), one, user("Again?"), two]},
         {"id": "last", "messages": [user("Hi?"), two, user("Again?"), one]},
@@ -1183,7 +1187,8 @@ def test_a_prompt_with_a_thinking_block_makes_a_sample_of_each_answer(template: 
 
 def test_thoughts_that_the_prompt_opened_are_supervised(tmp_path: Path) -> None:
     """With the sign that opens them in the content, without it, or in a field of their own; not if the prompt closed them."""
-    open_, empty = byte_tokenizer(OPEN, more=MORE), byte_tokenizer(EMPTY, "<|im_end|>", more=MORE)
+    open_ = byte_tokenizer(OPEN, more=MORE)
+    empty = byte_tokenizer(EMPTY, "<|im_end|>", more=MORE)
     before = [user("Six sevens?")]
     for content in ("<think>\nsix, seven\n</think>\n\n42", "six, seven\n</think>\n\n42"):
         rendered = render([*before, assistant(content)], open_)

@@ -216,7 +216,8 @@ def test_a_seed_gives_the_same_tokens_in_any_company(case: Case, name: str) -> N
     alone = mixed_requests()
     for request in alone:
         run(TABLE, proposer(case, TABLE), name, [request])
-    want, rng = outputs(alone), np.random.default_rng(5)
+    want = outputs(alone)
+    rng = np.random.default_rng(5)
     for rows in (1, 3, 8):
         requests = mixed_requests()
         rng.shuffle(requests)  # type: ignore[arg-type]
@@ -258,9 +259,12 @@ class Watching(StatelessProposer):
     """Passes another proposer's drafts on, and holds every context against what is known otherwise."""
 
     def __init__(self, inner: Proposer, target: TableLM, hidden_layers: tuple[int, ...] = ()) -> None:
-        self.inner, self.target, self.hidden_layers = inner, target, inner.hidden_layers or hidden_layers
+        self.inner = inner
+        self.target = target
+        self.hidden_layers = inner.hidden_layers or hidden_layers
         self.num_speculative_tokens = inner.num_speculative_tokens
-        self.needs_logits, self.needs_uniforms = bool(self.hidden_layers), inner.needs_uniforms
+        self.needs_logits = bool(self.hidden_layers)
+        self.needs_uniforms = inner.needs_uniforms
         self.running: dict[int, Request] = {}  # by row
         self.hidden: dict[str, list[torch.Tensor]] = {}  # by request, all states that were handed over
         # by request, for each step: committed tokens, the draft, its budget
@@ -270,7 +274,8 @@ class Watching(StatelessProposer):
     def on_start(self, row: int, request: Request) -> None:
         assert row not in self.running, "the row is taken"
         self.running[row] = request
-        self.hidden[request.id], self.steps[request.id] = [], []
+        self.hidden[request.id] = []
+        self.steps[request.id] = []
         self.inner.on_start(row, request)
 
     def on_finish(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
@@ -299,7 +304,8 @@ class Watching(StatelessProposer):
                 assert context.logits_BV[b].tolist() == self.target.logits_after(tokens[:-1]).tolist()
         draft = self.inner.propose(context)
         for b, request in enumerate(context.requests):
-            own, budget = draft.token_BK[b, : draft.length_B[b]].tolist(), int(context.max_draft_B[b])
+            own = draft.token_BK[b, : draft.length_B[b]].tolist()
+            budget = int(context.max_draft_B[b])
             self.steps[request.id].append((int(context.length_B[b]), own, budget))
         return draft
 
@@ -396,7 +402,7 @@ def test_cpu_time_is_recorded_beside_wall_time() -> None:
 def test_the_padding_of_a_draft_may_be_anything(name: str) -> None:
     """Entries at or beyond the row's length are padding, says Draft."""
     drafting = method.build("custom_class", TABLE, model=f"{__name__}.Padded", num_speculative_tokens=3)
-    want = method.build("custom_class", TABLE, model="table.OwnLaw", num_speculative_tokens=3)
+    want = method.build("custom_class", TABLE, model="support.table.OwnLaw", num_speculative_tokens=3)
     got = [run(TABLE, own, name, mixed_requests()) for own in (want, drafting)]
     assert outputs(got[0]) == outputs(got[1])
 
@@ -410,7 +416,8 @@ class Padded(OwnLaw):
 
 
 def test_a_drafter_with_a_short_context_stops_for_that_row_only() -> None:
-    limit, k = 16, 3
+    limit = 16
+    k = 3
     drafter = TABLE.noisy(0.7)
     drafter.max_model_len = limit  # which its forward asserts
     watching = Watching(drafts_of(drafter, TABLE, k), TABLE)
@@ -436,7 +443,8 @@ def test_rows_are_filled_as_they_fall_free(case: Case, rows: int) -> None:
     engine = Engine(TABLE, proposer(case, TABLE), scheme("match"), rows)
     lengths = [1, 12, 4, 25, 7] * 4
     requests = [make(p, i, max_tokens=lengths[i], temperature=0.8) for i, p in enumerate(prompts(20))]
-    queue, finished = requests[7:], []
+    queue = requests[7:]
+    finished = []
     engine.add(*requests[:7])
     for step in itertools.count(1):
         in_flight = engine.num_running + len(engine.waiting)
@@ -498,7 +506,8 @@ def test_a_prompt_in_chunks_is_the_prompt(case: Case, chunk: int) -> None:
 
 def test_a_long_prompt_does_not_hold_the_others_up() -> None:
     engine = Engine(TABLE, noisy_drafts(), scheme("match"), prefill_chunk_size=2)
-    long, short = make([1, 2, 3] * 20, 0, max_tokens=4), make([4], 1, max_tokens=10)
+    long = make([1, 2, 3] * 20, 0, max_tokens=4)
+    short = make([4], 1, max_tokens=10)
     order = []
     for request in engine.run([long, short]):
         order.append(request)
@@ -558,7 +567,8 @@ def test_answers_end_where_they_should(case: Case, name: str, temperature: float
     exact = temperature == 0 or name == "match" or case[0] == "none"
     reasons = Counter()
     for request in requests:
-        params, tokens = request.params, request.output_token_ids
+        params = request.params
+        tokens = request.output_token_ids
         if exact:
             want = decode_reference(target.logits_after, request, target.eos_token_ids, 40)
             assert (tokens, request.finish_reason) == want
@@ -582,7 +592,8 @@ class Script(TableLM):
     def __init__(self, text: Sequence[int], tokenizer: Any = None) -> None:
         size = 320
         super().__init__(np.broadcast_to(np.float32(0), (size + 1, size, size)), max_model_len=len(text) + 9)
-        self.text_L, self._tokenizer = np.array([*text, *[0] * 9]), tokenizer
+        self.text_L = np.array([*text, *[0] * 9])
+        self._tokenizer = tokenizer
 
     def _logits(self, before_N: np.ndarray, last_N: np.ndarray, slot_N: np.ndarray) -> np.ndarray:
         return np.eye(self.vocab_size, dtype=np.float32)[self.text_L[slot_N + 1]]
@@ -702,12 +713,15 @@ def test_counts(case: Case, name: str) -> None:
     recount: Counter[tuple[int, int]] = Counter()
     num_cut = 0
     for request in requests:
-        stats, tokens = request.stats, [*request.prompt_token_ids, *request.output_token_ids]
+        stats = request.stats
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
         place = len(request.prompt_token_ids) + 1  # the token that prefill gives belongs to no step
         limit = min(len(request.prompt_token_ids) + (request.params.max_tokens or 40), 40)
         asked = iter(watching.steps.get(request.id, []))
         for drafted, accepted, emitted in zip(stats.drafted, stats.accepted, stats.emitted, strict=True):
-            before, draft, budget = place, [], min(watching.num_speculative_tokens, limit - place - 1)
+            before = place
+            draft = []
+            budget = min(watching.num_speculative_tokens, limit - place - 1)
             if budget:  # else the proposer has nothing to do
                 before, draft, told = next(asked)
                 assert told == budget

@@ -70,7 +70,8 @@ def same(a: Batch, b: Batch) -> None:
     assert np.array_equal(a.length_B, b.length_B)
     assert np.array_equal(a.mask_N, b.mask_N)
     for key in ("token_N", "hidden_NTD", "argmax_N", "logsumexp_N"):
-        left, right = getattr(a, key), getattr(b, key)
+        left = getattr(a, key)
+        right = getattr(b, key)
         assert left.dtype == right.dtype, key
         assert torch.equal(left, right), key
 
@@ -86,7 +87,8 @@ def contents(directory: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def equal_contents(a: Path, b: Path) -> None:
-    left, right = contents(a), contents(b)
+    left = contents(a)
+    right = contents(b)
     assert left.keys() == right.keys()
     for key, tensors in left.items():
         assert tensors.keys() == right[key].keys()
@@ -144,7 +146,8 @@ def adding() -> CausalLM:
 
 
 def expected(model: CausalLM, token_n: np.ndarray, layers: tuple[int, ...]) -> Tensor:
-    state_nD, entering = model.embedding(torch.from_numpy(token_n)), {}
+    state_nD = model.embedding(torch.from_numpy(token_n))
+    entering = {}
     for layer in range(model.num_layers + 1):
         entering[layer] = state_nD
         state_nD = state_nD + 2.0**layer
@@ -219,7 +222,8 @@ def test_a_sample_has_the_same_bits_in_any_company(architecture: str, dtype: str
     model = CausalLM(f"tiny-{architecture}", dtype, "cpu")
     own = samples_of(6)
     first = {sample.id: OnlineFeatures(model, (1, 2))([sample]) for sample in own}
-    source, keeping = OnlineFeatures(model, (1, 2)), OnlineFeatures(model, (2, 1), keep_bytes=20_000)
+    source = OnlineFeatures(model, (1, 2))
+    keeping = OnlineFeatures(model, (2, 1), keep_bytes=20_000)
     source([long_one()])
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [2, 2, 2]):
         for where in (source, keeping):
@@ -323,7 +327,8 @@ def test_extraction_that_is_interrupted_goes_on(
     target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path, after: int
 ) -> None:
     """What was there stays; what was under way is made again; the result is that of a run without interruption."""
-    source, count = OnlineFeatures(target, (1, 3)), 0
+    source = OnlineFeatures(target, (1, 3))
+    count = 0
 
     def advance() -> None:
         nonlocal count
@@ -372,7 +377,8 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
 
 def test_two_writers_of_one_directory_overwrite_nothing(target: CausalLM, samples: list[Sample], tmp_path: Path) -> None:
     """Both begin with the same number, and write in turn; what one has placed stays as it is."""
-    source, seen = OnlineFeatures(target, (1, 3)), dict[Path, bytes]()
+    source = OnlineFeatures(target, (1, 3))
+    seen = dict[Path, bytes]()
     writers = [Writer(tmp_path, identity(target, source.layers), 0) for _ in range(2)]
     for i, sample in enumerate(samples):
         writers[i % 2].add(sample, source.of(sample))
@@ -439,7 +445,9 @@ def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, 
     source = OnlineFeatures(target, (3,))
     write(source, own, tmp_path, 1 << 20)
     (path,) = tmp_path.glob("*.safetensors")
-    good, want, rng = path.read_bytes(), source(own), np.random.default_rng(0)
+    good = path.read_bytes()
+    want = source(own)
+    rng = np.random.default_rng(0)
     start = data_offset(path)
     places = [*rng.choice(start, 150, replace=False), *rng.integers(start, len(good), 50)]
     for place in map(int, places):
@@ -567,7 +575,9 @@ def test_a_disk_that_is_too_small_is_said_before(
 def test_a_disk_that_fills_up_leaves_whole_files_only(
     target: CausalLM, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    real, source, count = features.save_file, OnlineFeatures(target, (1, 3)), 0
+    real = features.save_file
+    source = OnlineFeatures(target, (1, 3))
+    count = 0
 
     def full(tensors: Any, path: Path, metadata: Any = None) -> None:
         nonlocal count
@@ -605,7 +615,8 @@ def test_files_as_vllm_writes_them_are_read(target: CausalLM, samples: list[Samp
             {"hidden_states": states, "token_ids": torch.from_numpy(sample.token_n[:keep])}, tmp_path / f"r{i}.safetensors"
         )
     stored = StoredFeatures(tmp_path, target, (3, 1), layer_ids=[1, 3, 4])
-    got, want = stored(samples[::-1]), source(samples[::-1])
+    got = stored(samples[::-1])
+    want = source(samples[::-1])
     ends = torch.from_numpy(np.cumsum(want.length_B) - 1)
     if lacking:
         assert (got.hidden_NTD[ends] == 0).all()
@@ -685,7 +696,10 @@ class Done:
 
 def call(name: str, *arguments: object, cwd: Path) -> Done:
     """A script in this process, as `python train/NAME.py ARGUMENTS` from another directory."""
-    script, out, err, code = TRAIN / f"{name}.py", io.StringIO(), io.StringIO(), None
+    script = TRAIN / f"{name}.py"
+    out = io.StringIO()
+    err = io.StringIO()
+    code = None
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.chdir(cwd)
         patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
@@ -912,9 +926,11 @@ def test_prepared_rows_supervise_exactly_the_generated_tokens(prepared: Path) ->
     turns = {"one": 1, "two": 2, "three": 2, "four": 1, "line 5": 1}
     assert {row["id"]: len(row["messages"]) // 2 for row in rows} == turns
     for row in rows:
-        users, answers = row["messages"][::2], row["messages"][1::2]
+        users = row["messages"][::2]
+        answers = row["messages"][1::2]
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * len(users)
-        ids, mask = row["input_ids"], row["loss_mask"]
+        ids = row["input_ids"]
+        mask = row["loss_mask"]
         assert len(ids) == len(mask)
         # the last answer: what follows the prompt that evaluation would make of the conversation before it
         prompt = model.tokenizer.apply_chat_template(
@@ -970,11 +986,13 @@ def test_what_was_prepared_can_be_loaded(prepared: Path) -> None:
 def test_preparing_goes_on_after_it_was_cut_off(prepared: Path, tmp_path: Path, keep: float) -> None:
     """In the middle of a line, of the header, at the very beginning, or at the end."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-    out, good = tmp_path / "out.jsonl", (prepared / "out.jsonl").read_bytes()
+    out = tmp_path / "out.jsonl"
+    good = (prepared / "out.jsonl").read_bytes()
     out.write_bytes(good[: int(len(good) * keep)])
     done = call("prepare", *SETTINGS, "resume=true", cwd=tmp_path)
     assert done.code == 0, done.err
-    got, want = lines_of(out), lines_of(prepared / "out.jsonl")
+    got = lines_of(out)
+    want = lines_of(prepared / "out.jsonl")
     assert got[0] == want[0]
     assert {row["id"]: row for row in got[1:]} == {row["id"]: row for row in want[1:]}
     assert len(got) == len(want)
@@ -1049,7 +1067,8 @@ def test_a_leading_system_message_is_kept(tmp_path: Path) -> None:
 
 def test_rows_whose_messages_would_be_lost_are_left_out(tmp_path: Path) -> None:
     """Tools, and a system message in the middle; the reason is said."""
-    system, tool = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "42"}
+    system = {"role": "system", "content": "Be brief."}
+    tool = {"role": "tool", "content": "42"}
     rows = [
         {"id": "tool", "messages": [user("Hello?"), {"role": "assistant", "content": "x"}, tool, user("And?")]},
         {"id": "tool last", "messages": [system, user("Hello?"), tool]},

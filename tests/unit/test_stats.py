@@ -12,9 +12,10 @@ import pytest
 
 from specdec.core import RequestStats
 from specdec.engine import Clock
-from specdec.measure import records, report, stats
+from specdec.measure import records, stats
+from specdec.measure.report import run as run_report
 from specdec.model.target import CausalLM
-from specdec.policy import cost
+from specdec.policy import profiling
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "verification.json"
 SPEEDUP_CASES = json.loads(VECTORS.read_text())["speedup_cases"]
@@ -44,7 +45,11 @@ RAGGED = request([0, 3, 0, 2, 3, 1], [0, 3, 0, 1, 0, 1])
 
 def test_histogram_is_length_by_accepted() -> None:
     want = np.zeros((4, 4), dtype=np.int64)
-    want[0, 0], want[3, 3], want[2, 1], want[3, 0], want[1, 1] = 2, 1, 1, 1, 1
+    want[0, 0] = 2
+    want[3, 3] = 1
+    want[2, 1] = 1
+    want[3, 0] = 1
+    want[1, 1] = 1
     assert (RAGGED.histogram() == want).all()
     wide = RAGGED.histogram(6)
     assert wide.shape == (6, 6)
@@ -130,7 +135,8 @@ def test_pooled_numbers_are_those_of_the_requests_laid_end_to_end() -> None:
     many = random_requests(7, seed=1)
     lists = ("drafted", "accepted", "emitted")
     joined = request(*([x for own in many for x in getattr(own, key)] for key in lists))
-    pooled, want = stats.pool(many), stats.request_metrics(joined)
+    pooled = stats.pool(many)
+    want = stats.request_metrics(joined)
     assert pooled["num_requests"] == 7
     assert pooled["num_output_tokens"] == want["num_emitted_tokens"] + 7, "one token of prefill for each"
     for key in want:
@@ -267,7 +273,7 @@ def test_the_model_at_batch_size_two_takes_draft_and_plain_step_from_whole_steps
     """Plain steps of 2 rows take 1 s, a draft 0.2 s, and three tokens come of each step: 3 / 1.2 whatever the batch size."""
     own = {str(i): request([2], [2], draft_s=0.2, verify_s=1.0, batch_size=2) for i in range(2)}
     plain = {str(i): request([0] * 3, [0] * 3, draft_s=0.0, verify_s=1.0, batch_size=2) for i in range(2)}
-    overall = report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
+    overall = run_report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
     assert overall["speedup_model"] == pytest.approx(3 / 1.2)
     assert overall["speedup"] == pytest.approx(3 / 1.2)
     assert overall["efficiency"] == pytest.approx(1.0)
@@ -287,11 +293,11 @@ def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> No
     """As one of a run by an older version; what is written of the statistics is what is looked for."""
     statistics = {field.name: [] if field.default_factory is list else 0.0 for field in dataclasses.fields(RequestStats)}
     row = {"id": "a", "category": "b", "num_prompt_tokens": 1, "output_token_ids": [1], "sampling": {}} | statistics
-    report.check_rows([row], tmp_path / "requests.jsonl")
+    records.check_rows([row], tmp_path / "requests.jsonl")
     assert records.stats_of(row) == RequestStats()
     for key in statistics:
         with pytest.raises(ValueError, match=rf"requests.jsonl, line 1: {key}.*move the file away"):
-            report.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")
+            records.check_rows([{k: v for k, v in row.items() if k != key}], tmp_path / "requests.jsonl")
 
 
 def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
@@ -314,7 +320,8 @@ def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
 
 def test_a_ratio_of_rates_is_of_paired_requests() -> None:
     """Requests of very different length: the pairs agree, so there is no doubt about the ratio."""
-    amount, seconds = np.array([1.0, 10.0, 100.0] * 4), np.array([1.0, 10.0, 100.0] * 4)
+    amount = np.array([1.0, 10.0, 100.0] * 4)
+    seconds = np.array([1.0, 10.0, 100.0] * 4)
     got = stats.ratio_of_rates(amount, seconds, amount, seconds / 2)
     assert got["ratio"] == pytest.approx(2.0)
     assert (got["low"], got["high"]) == pytest.approx((2.0, 2.0))
@@ -335,22 +342,25 @@ def test_a_busy_run_says_so_and_shows_the_ratio_by_cpu_time() -> None:
     """As reported: a plain pass that another process held up, and a category with a speedup no drafter can have."""
     own = {str(i): timed(2, 1.0, 1.0, drafted=2) for i in range(9)}
     plain = {str(i): timed(1, 3.2 if i < 3 else 0.55, 0.5) for i in range(9)}
-    summary = report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
+    summary = run_report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
     assert summary["categories"]["chat"]["speedup"] == pytest.approx(6.4)
-    reasons = report.busy_reasons(summary, "ngram", True)
+    reasons = run_report.busy_reasons(summary, "ngram", True)
     assert any(reason.startswith("speedup 6.40 of chat is above the ideal 2.00") for reason in reasons)
     assert any(reason.startswith("wall / CPU time is 1.00 of ngram, 2.87 of none") for reason in reasons)
-    assert report.busy_note(reasons, summary["overall"]["speedup_cpu"]).endswith("by CPU time the speedup is 1.00")
-    assert not any("CPU" in reason for reason in report.busy_reasons(summary, "ngram", False))
-    grid = report.table(summary | {"busy": reasons}, "title")
+    assert run_report.busy_note(reasons, summary["overall"]["speedup_cpu"]).endswith("by CPU time the speedup is 1.00")
+    assert not any("CPU" in reason for reason in run_report.busy_reasons(summary, "ngram", False))
+    grid = run_report.table(summary | {"busy": reasons}, "title")
     assert [column.header for column in grid.columns].count("by CPU time") == 1
-    assert not [column for column in report.table(summary | {"busy": []}, "title").columns if column.header == "by CPU time"]
+    assert not [
+        column for column in run_report.table(summary | {"busy": []}, "title").columns if column.header == "by CPU time"
+    ]
 
 
 def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a forward of more tokens may be measured to take less time; it is held to take no less."""
     target = CausalLM("tiny-llama", "float32", "cpu")
-    forward, lengths = target.forward, []
+    forward = target.forward
+    lengths = []
 
     class Falling(Clock):
         def seconds(self) -> list[float]:
@@ -360,9 +370,9 @@ def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) 
         lengths.append(int(length_B[0]))
         return forward(cache, tokens, start_B, length_B)
 
-    monkeypatch.setattr(cost, "Clock", Falling)
+    monkeypatch.setattr(profiling, "Clock", Falling)
     monkeypatch.setattr(target, "forward", counted)
-    verify_s = cost.verify_seconds(target, 1, 4, context=8, repeats=1)
+    verify_s = profiling.verify_seconds(target, 1, 4, context=8, repeats=1)
     assert [verify_s(n) for n in (1, 2, 3, 4)] == sorted(verify_s(n) for n in (1, 2, 3, 4))
     own = request([3] * 4, [0, 1, 3, 3], draft_s=0.0)
     model = stats.predicted_speedup([own], lambda n: verify_s(n) / verify_s(1), step_s=1.0)

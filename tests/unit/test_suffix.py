@@ -71,7 +71,8 @@ def test_ties_fall_as_in_arctic(text: list[int], draft: list[int], tree_class: t
 @pytest.mark.parametrize("case", ARCTIC["trees"])
 def test_trees_are_arctics(case: dict, tree_class: type) -> None:
     """Several sequences that grow in turn, evictions, every setting; as many cases as were recorded with a draft."""
-    tree, known = tree_class(case["depth"]), set()
+    tree = tree_class(case["depth"])
+    known = set()
     for call, *arguments in case["calls"]:
         if call == "speculate":
             context, settings, tokens, score, match_len = arguments
@@ -95,8 +96,10 @@ class Both:
     """The same random calls for both trees."""
 
     def __init__(self, depth: int, vocab: int, rng: random.Random) -> None:
-        self.vocab, self.rng = vocab, rng
-        self.reference, self.fast = ReferenceTree(depth), SuffixTree(depth)
+        self.vocab = vocab
+        self.rng = rng
+        self.reference = ReferenceTree(depth)
+        self.fast = SuffixTree(depth)
         self.num_started = 0
 
     def call(self, method: str, *arguments: object) -> None:
@@ -113,7 +116,8 @@ class Both:
         return [self.rng.randrange(self.vocab) for _ in range(length)]
 
     def act(self) -> None:
-        rng, keys = self.rng, list(self.reference.sequences)
+        rng = self.rng
+        keys = list(self.reference.sequences)
         action = rng.choices(["start", "extend", "finish", "remove"], [2, 12, 2, 2])[0] if keys else "start"
         if action == "start":
             self.call("start", self.num_started, rng.choice([0, 1, 5, 50]))
@@ -125,8 +129,10 @@ class Both:
 
     def compare(self) -> None:
         context = self.text(self.rng.randrange(30)) + self.text(self.rng.randrange(5))
-        limit, factor = self.rng.choice([0, 1, 4, 100]), self.rng.choice([0.0, 1.0, 2.5])
-        offset, floor = self.rng.choice([-1.0, 0.0, 3.0]), self.rng.choice([0.0, 0.1, 0.3])
+        limit = self.rng.choice([0, 1, 4, 100])
+        factor = self.rng.choice([0.0, 1.0, 2.5])
+        offset = self.rng.choice([-1.0, 0.0, 3.0])
+        floor = self.rng.choice([0.0, 0.1, 0.3])
         expected = in_words(self.reference.speculate(context, limit, factor, offset, floor))
         assert in_words(self.fast.speculate(context, limit, factor, offset, floor)) == expected
         draft, probs, _, match_len = expected
@@ -155,8 +161,11 @@ def paths(node: ReferenceTree.Node, prefix: Path = ()) -> dict[Path, int]:
 def unfolded_paths(tree: SuffixTree, v: int = ROOT, prefix: Path = ()) -> dict[Path, int]:
     """The counts of a fast tree by path, siblings in their order; checks its bookkeeping on the way."""
     node_X, group_G, slot_H, token_P, link_P, _ = tree._trie
-    children, ends, counts = [], [], {}
-    child, start = node_X[v]["first"], node_X[v]["ends"]
+    children = []
+    ends = []
+    counts = {}
+    child = node_X[v]["first"]
+    start = node_X[v]["ends"]
     while child != NONE:
         children.append(child)
         child = node_X[child]["next"]
@@ -170,7 +179,8 @@ def unfolded_paths(tree: SuffixTree, v: int = ROOT, prefix: Path = ()) -> dict[P
     if len(children) == 1:
         assert node_X[children[0]]["group"] == NONE
     else:
-        count_C, group_C = node_X[children]["count"], node_X[children]["group"]
+        count_C = node_X[children]["count"]
+        group_C = node_X[children]["group"]
         assert (np.diff(count_C) <= 0).all()
         assert ((np.diff(count_C) == 0) == (np.diff(group_C) == 0)).all()
         for group in set(group_C.tolist()):
@@ -221,7 +231,8 @@ def assert_empty(tree: SuffixTree) -> None:
 
 
 def test_removing_everything_leaves_an_empty_tree() -> None:
-    tree, text_BL = SuffixTree(24), suffix._text(20, 500, np.random.default_rng(0))
+    tree = SuffixTree(24)
+    text_BL = suffix._text(20, 500, np.random.default_rng(0))
     for key, token_L in enumerate(text_BL):
         tree.start(key, 10)  # outgrown several times
         for i in range(0, 500, 50):
@@ -429,9 +440,14 @@ def test_proposer_is_arctics(case: dict) -> None:
 
 def test_proposer_against_reference_trees() -> None:
     """Three rows with requests that come and go, tokens in bursts, a cache of two responses, fewer than run at times."""
-    rng, depth, k = random.Random(0), 8, 5
+    rng = random.Random(0)
+    depth = 8
+    k = 5
     proposer = Suffix(k, suffix_decoding_max_tree_depth=depth, suffix_decoding_max_cached_requests=2)
-    responses, cached, num_drafted, num_begun = ReferenceTree(depth), [], 0, 0
+    responses = ReferenceTree(depth)
+    cached = []
+    num_drafted = 0
+    num_begun = 0
     running: dict[int, tuple[int, int, list[int], ReferenceTree]] = {}  # key, length seen, tokens, tree
     for _ in range(300):
         for row in range(3):
@@ -450,7 +466,8 @@ def test_proposer_against_reference_trees() -> None:
             elif row in running and rng.random() < 0.1:
                 del running[row]
                 proposer.on_finish(row)
-        expected, texts = [], {}
+        expected = []
+        texts = {}
         for row, (key, seen, tokens, tree) in running.items():
             tokens = tokens + [rng.randrange(4) for _ in range(rng.randrange(1, 5))]
             tree.extend(0, tokens[seen:])

@@ -111,16 +111,19 @@ def test_a_draft_across_a_border_of_slots_changes_no_bits(length: int, dtype: st
     model = CausalLM("tiny-llama", dtype, "cpu")
     if not can_pack(model.dtype, CPU):
         pytest.skip("this CPU has no packed linear layers")
-    prompt, tail = tokens_of(length, seed=1), tokens_of(12, seed=2)
+    prompt = tokens_of(length, seed=1)
+    tail = tokens_of(12, seed=2)
 
     def run(count: int, mate: int) -> torch.Tensor:
         cache = model.new_cache()
         cache.reserve(2, 2048)
         model.prefill(cache, 0, prompt, 0, chunk=64)
-        rows, start = [tail[:count]], [length]
+        rows = [tail[:count]]
+        start = [length]
         if mate:
             model.prefill(cache, 1, tokens_of(mate), 0, chunk=512)
-            rows, start = [*rows, tail[:1]], [*start, mate]
+            rows = [*rows, tail[:1]]
+            start = [*start, mate]
         return forward(model, cache, rows, start).logits[:count]
 
     alone = torch.cat([run(count, 0)[-1:] for count in range(1, 13)])  # each token as if it were the last
@@ -170,7 +173,8 @@ def test_a_longrope_model_ends_where_its_first_factors_do(longrope: Path, one_li
     """Beyond, transformers turns every position of a forward by other factors, whatever row it is of."""
     target = CausalLM(longrope, "float32", "cpu")
     assert target.max_model_len == 70
-    none, scheme = method.build("none", target), rejection.build("standard")
+    none = method.build("none", target)
+    scheme = rejection.build("standard")
     words = ("max_model_len=71 is outside 2..70", "LongRoPE")
     one_line(lambda: Engine(target, none, scheme, max_model_len=71), *words)
     long = Request("a", list(range(70)), SamplingParams(max_tokens=1))
@@ -199,7 +203,8 @@ def test_a_longrope_model_decodes_what_generate_does_up_to_there(longrope: Path)
 def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
     longrope: Path, one_line: Callable[..., str]
 ) -> None:
-    target, own = CausalLM("tiny", "float32", "cpu"), method.find("draft_model")
+    target = CausalLM("tiny", "float32", "cpu")
+    own = method.find("draft_model")
     checkpoint = causal_lm.read(longrope)
     target.vocab_size = 320
     drafter: Any = own(target, checkpoint, 2)  # type: ignore[call-arg]
@@ -248,7 +253,8 @@ def test_a_window_that_only_the_mask_knows_is_refused(
     forward = modeling_mistral.MistralAttention.forward
 
     def without(self: Any, *args: Any, **kwargs: Any) -> Any:
-        held, self.config.sliding_window = self.config.sliding_window, None
+        held = self.config.sliding_window
+        self.config.sliding_window = None
         try:
             return forward(self, *args, **kwargs)
         finally:
@@ -325,7 +331,8 @@ def test_layers_under_other_names_make_a_draft_model(name: str, tmp_path: Path) 
     """The first of two layers, trained from the target's own, and read back."""
     more = {"ffn_dim": 128, "word_embed_proj_dim": 64} if name == "opt" else {}
     make(Case(name, {**NO_WIDTH, **more}), tmp_path / "target")
-    target, own = CausalLM(tmp_path / "target", "float32", "cpu"), method.find("draft_model")
+    target = CausalLM(tmp_path / "target", "float32", "cpu")
+    own = method.find("draft_model")
     drafter: Any = own(target, own.init_checkpoint(target, {"num_hidden_layers": 1}, None), 2)  # type: ignore[attr-defined, call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())
     drafter.loss(OnlineFeatures(target, [])([Sample("a", np.arange(20), np.ones(20, dtype=bool))]))[0].backward()

@@ -154,7 +154,8 @@ def test_noise_is_another_in_every_step_and_run(tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_steps": 2, "global_batch_size": len(SAMPLES), "micro_batch_size": 14, "lr": 1e-12}
     losses: dict[tuple[float, int], list[float]] = {}
     for noise, seed in ((0.0, 0), (0.2, 0), (0.2, 1)):
-        out_dir, drafter = tmp_path / f"{noise}-{seed}", learner("eagle", feature_noise=noise)
+        out_dir = tmp_path / f"{noise}-{seed}"
+        drafter = learner("eagle", feature_noise=noise)
         done = train(out_dir, "eagle", drafter=drafter, more={"seed": seed}, **how)
         losses[noise, seed] = [row["loss"] for row in done.rows]
     assert losses[0.0, 0][0] == pytest.approx(losses[0.0, 0][1], rel=1e-5)
@@ -239,7 +240,8 @@ def test_a_head_of_the_target_comes_with_its_norm(vocab_ids: np.ndarray | None, 
 
 def by_hand(drafter: Any, samples: Sequence[Sample]) -> dict[str, list[float]]:
     """The metrics of each step, counted token by token."""
-    batch, steps = online("eagle3")(samples), drafter.objective.ttt_steps
+    batch = online("eagle3")(samples)
+    steps = drafter.objective.ttt_steps
     plan = unroll.plan(batch.length_B, batch.mask_N, steps)
     with torch.no_grad():
         states = drafter.unrolled(batch, plan)
@@ -297,7 +299,8 @@ def test_accuracies_are_those_counted_by_hand(fitted: Any, tmp_path: Path) -> No
 def test_the_validation_loss_is_that_of_all_steps(fitted: Any, tmp_path: Path) -> None:
     """Over all held-out tokens, however they are batched, also while training unrolls one step."""
     fitted.objective = fitted.objective.model_copy(update={"ttt_warmup": 1.0})
-    held_out, values = SAMPLES[:4], []
+    held_out = SAMPLES[:4]
+    values = []
     for size in (1, 3):
         done = train(
             tmp_path / str(size), drafter=fitted, held_out=held_out, max_steps=1, lr=1e-12, eval_every=1, micro_batch_size=size
@@ -323,7 +326,8 @@ def test_warmup_unrolls_one_step_before_its_share_only(tmp_path: Path) -> None:
 
 
 def test_a_row_is_the_steps_since_the_row_before(tmp_path: Path) -> None:
-    fine, coarse = train(tmp_path / "1", max_steps=7), train(tmp_path / "3", max_steps=7, log_every=3)
+    fine = train(tmp_path / "1", max_steps=7)
+    coarse = train(tmp_path / "3", max_steps=7, log_every=3)
     assert [row["step"] for row in coarse.rows] == [3, 6, 7]
     first = 0
     for row in coarse.rows:
@@ -361,7 +365,8 @@ def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
 
 def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     """One line that names samples; checkpoints from before are whole, and signals are as they were."""
-    steps, handlers = 0, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    steps = 0
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     def advance(count: int) -> None:
         nonlocal steps
@@ -786,7 +791,8 @@ def cli(tmp_path: Path) -> Cli:
 @pytest.fixture(scope="module")
 def trained(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Fitted:
     """A run of 20 steps, called from a directory of its own."""
-    out_dir, cwd = tmp_path_factory.mktemp("trained") / "run", tmp_path_factory.mktemp("elsewhere")
+    out_dir = tmp_path_factory.mktemp("trained") / "run"
+    cwd = tmp_path_factory.mktemp("elsewhere")
     done = call("eagle", *arguments, *EAGLE3, f"out_dir={out_dir}", cwd=cwd, folder=TRAIN)
     assert done.code == 0, done.err
     return out_dir, done, cwd
@@ -818,7 +824,8 @@ def test_a_run_writes_its_files_and_nothing_else(trained: Fitted) -> None:
 
 def test_rows_and_summary(trained: Fitted) -> None:
     out_dir = trained[0]
-    rows, summary = rows_of(out_dir / "metrics.jsonl"), json.loads((out_dir / "summary.json").read_text())
+    rows = rows_of(out_dir / "metrics.jsonl")
+    summary = json.loads((out_dir / "summary.json").read_text())
     assert [row["step"] for row in rows] == list(range(1, 21))
     keys = {"step", "loss", "lr", "grad_norm", "tokens_per_s", "accuracy", "one_minus_tv", "joint_accuracy"}
     for row in rows:
@@ -843,7 +850,8 @@ def test_rows_and_summary(trained: Fitted) -> None:
 
 def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) -> None:
     """What a row says was measured is what decoding with that checkpoint gives."""
-    out_dir, target = trained[0], loaded()
+    out_dir = trained[0]
+    target = loaded()
     rows = rows_of(out_dir / "metrics.jsonl")
     path = next(word for word in arguments if word.startswith("data.path=")).partition("=")[2]
     read = data.load(path, target.tokenizer, target.vocab_size, 2048, None, "train")
@@ -1099,7 +1107,8 @@ def test_a_warm_start(trained: Fitted, trained_eagle: Path, arguments: list[str]
         assert not out_dir.exists()
     done = cli(*warm_start, "train.objective.ttt_warmup=0", "train.warmup_ratio=0", "train.lr=1e-9")
     assert done.code == 0, done.err
-    before, after = native.load(trained[0] / "last").tensors, native.load(out_dir / "last").tensors
+    before = native.load(trained[0] / "last").tensors
+    after = native.load(out_dir / "last").tensors
     assert before is not None
     assert after is not None
     same(before, after, 1e-5)
@@ -1248,13 +1257,16 @@ def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, 
 def offline_records(path: Path) -> list[bytes]:
     """Of an offline run: after 7 bytes of W&B's, the log format of LevelDB, whose blocks of 32 KiB hold pieces with a checksum
     (4 bytes), a length (2) and a type (1 whole, 2 first, 3 middle, 4 last)."""
-    stored, records, place = path.read_bytes(), [b""], 7
+    stored = path.read_bytes()
+    records = [b""]
+    place = 7
     assert stored.startswith(b":W&B")
     while place + 7 <= len(stored):
         if (room := 32768 - place % 32768) < 7:
             place += room
             continue
-        size, kind = int.from_bytes(stored[place + 4 : place + 6], "little"), stored[place + 6]
+        size = int.from_bytes(stored[place + 4 : place + 6], "little")
+        kind = stored[place + 6]
         records[-1] += stored[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):

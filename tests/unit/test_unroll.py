@@ -17,7 +17,8 @@ from specdec.drafter import unroll
 
 def supervised(lengths: list[int], mask_N: np.ndarray, k: int) -> list[int]:
     """The rows of step k, in words: token p + 2 + k is in the row's document, and was generated."""
-    rows, first = [], 0
+    rows = []
+    first = 0
     for length in lengths:
         rows += [first + p for p in range(length) if p + 2 + k < length and mask_N[first + p + 2 + k]]
         first += length
@@ -92,11 +93,14 @@ class Case:
         self, lengths: list[int], share: float, num_own: int, heads: tuple[int, int], width: int = 8, seed: int = 0,
         rows: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        rng, noise = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        num_tokens, (num_heads, groups) = sum(lengths), heads
+        rng = np.random.default_rng(seed)
+        noise = torch.Generator().manual_seed(seed)
+        num_tokens = sum(lengths)
+        (num_heads, groups) = heads
         self.first_N = np.repeat(np.cumsum(lengths) - lengths, lengths)
         self.rows = np.flatnonzero(rng.random(num_tokens) < share) if rows is None else rows
-        self.scaling, self.num_own = width**-0.5, num_own
+        self.scaling = width**-0.5
+        self.num_own = num_own
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, width, generator=noise, dtype=torch.float64)
@@ -109,7 +113,8 @@ class Case:
     def run(self, function: Any, dtype: torch.dtype, inputs: list[Tensor] | None = None) -> list[Tensor]:
         """The value and the gradients of all inputs."""
         given = [x.to(dtype, copy=True).requires_grad_() for x in inputs or self.inputs]
-        own_key, own_value = given[3 : 3 + self.num_own], given[3 + self.num_own :]
+        own_key = given[3 : 3 + self.num_own]
+        own_value = given[3 + self.num_own :]
         out = function(*given[:3], own_key, own_value, self.rows, self.first_N, self.scaling)
         out.backward(self.upstream.to(dtype))
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]

@@ -145,7 +145,8 @@ class Slow:
     """A tokenizer without a backend. a: how it writes the first token of " a"."""
 
     def __init__(self, tokens: Sequence[str], a: str | None) -> None:
-        self.tokens, self.a = list(tokens), a
+        self.tokens = list(tokens)
+        self.a = a
 
     def get_vocab(self) -> dict[str, int]:
         return numbered(self.tokens)
@@ -191,7 +192,8 @@ def test_special_tokens_are_their_names() -> None:
 
 
 def test_added_tokens_that_are_not_special_are_text() -> None:
-    ours, theirs = byte_level(["a", "Ã©"]), sentencepiece(["é", "<think>", "▁▁"])
+    ours = byte_level(["a", "Ã©"])
+    theirs = sentencepiece(["é", "<think>", "▁▁"])
     ours.add_tokens([AddedToken("<think>", special=False), AddedToken("ü", special=False)])
     theirs.add_tokens([AddedToken("\n\n", special=False), AddedToken("ü", special=False)])
     assert token_bytes(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
@@ -263,7 +265,8 @@ def refused(action: Any, *words: str) -> None:
 
 
 def test_without_unk_and_eos_nothing_stands_for_the_rest(capsys: Any) -> None:
-    target, draft = model_with(byte_level(["z", "a"])), model_with(byte_level(["a", "b"]))
+    target = model_with(byte_level(["z", "a"]))
+    draft = model_with(byte_level(["a", "b"]))
     refused(lambda: shared(target, draft), "lacks 1 tokens", "no unk or eos", "set unk_token")
     # where nothing is missing nothing has to stand for it
     assert shared(model_with(byte_level(["b", "a"])), draft).read(np.array([0, 1])).tolist() == [1, 0]
@@ -294,9 +297,11 @@ def test_no_shared_token_is_an_error_and_few_a_warning(capsys: Any) -> None:
 def test_the_vector_of_verification_json() -> None:
     """q over the intersection, how much of it stands, and that the target's law comes out. Against it: drafts from the whole
     draft vocabulary, of which what is not shared never stands; and a q that was not renormalised."""
-    p, q = VECTOR["p"]["val"], VECTOR["q_draft"]["val"]
+    p = VECTOR["p"]["val"]
+    q = VECTOR["q_draft"]["val"]
     found = shared(model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e")))
-    num, u = 200_000, torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    num = 200_000
+    u = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits_BI = found.kept(torch.tensor(q).log().expand(num, -1))
     token_B, q_BV = found.said(*sampling.sample(logits_BI, torch.ones(num), u)[:2])
     assert q_BV is not None
@@ -559,7 +564,8 @@ def test_greedy_decoding_is_plain_decoding(name: str, how: str, kind: str) -> No
 
 
 def test_match_is_plain_sampling() -> None:
-    target, outputs = loaded("tiny-llama"), []
+    target = loaded("tiny-llama")
+    outputs = []
     draft = {
         "method": "draft_model", "model": str(directory("renamed")), "num_speculative_tokens": 3,
         "use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "match",
@@ -624,7 +630,8 @@ def test_what_is_trained_has_the_targets_vocabulary(name: str) -> None:
 
 
 def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
-    target, draft = of_tokenizer(TableLM.random(3), OURS), small("3")
+    target = of_tokenizer(TableLM.random(3), OURS)
+    draft = small("3")
     given: dict[str, Any] = {"model": draft, "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
     assert method.build("pard", target, **given, pard_token=4).num_speculative_tokens == 3
     refused(lambda: method.build("pard", target, **given, pard_token=5), "pard_token=5", "0..4")
@@ -640,7 +647,8 @@ def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
 )
 def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: int, num_special: int) -> None:
     tokenizer = hub.load_tokenizer(hub.resolve(name))
-    found, backend = token_bytes(tokenizer, size), tokenizer.backend_tokenizer
+    found = token_bytes(tokenizer, size)
+    backend = tokenizer.backend_tokenizer
     assert (len(found), sum(isinstance(meaning, str) for meaning in found)) == (count, num_special)
     for meaning, i in found.items():
         said = backend.decode([i], skip_special_tokens=False)
@@ -652,7 +660,9 @@ def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: in
 @pytest.mark.parametrize(("name", "other"), [("gemma-3-270m", hub.DEFAULT), (hub.DEFAULT, "gemma-3-270m")])
 def test_smollm2_and_gemma_draft_for_each_other(name: str, other: str) -> None:
     """Byte-level BPE and SentencePiece: greedy output is the target's own."""
-    target, outputs, stood = loaded(name), [], []
+    target = loaded(name)
+    outputs = []
+    stood = []
     chosen = [task.turns[0] for task in tasks.load(tasks.DEMO, 3)]
     prompts = [tasks.prompt_ids(target.tokenizer, [turn], []) for turn in chosen]
     own = method.build("draft_model", target, model=loaded(other), num_speculative_tokens=3, use_heterogeneous_vocab=True)

@@ -1,0 +1,145 @@
+"""Weights & Biases: the `logger` group of the configs, the metrics of a training run, and the results of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from specdec.checked import Checked, first_line
+from specdec.measure.records import WANDB_ID, JsonlFile, write_json
+
+
+class Logger(Checked):
+    """Keys of the `logger` group. name: `wandb`, or `none` for files alone, which has no other key."""
+
+    what: ClassVar[str] = "logger key"
+
+    name: Literal["none", "wandb"]
+    project: str = Field("specdec", min_length=1)
+    entity: str | None = Field(None, min_length=1)
+    mode: Literal["online", "offline"] | None = None
+    tags: list[str] = Field(default_factory=list)
+
+
+def check_logger(logger: dict[str, Any]) -> None:
+    """Raise ValueError, one line, for what W&B would refuse when the run has ended."""
+    for key, value in Logger(**logger).model_dump().items():
+        if logger["name"] == "wandb" and key in ("project", "entity", "tags"):
+            import wandb
+
+            try:
+                wandb.Settings(**{"run_tags" if key == "tags" else key: value})
+            except ValidationError as error:
+                raise ValueError(f"logger.{key}={value!r}: {error.errors()[0]['msg']}") from None
+            except wandb.Error as error:
+                raise ValueError(f"logger.{key}={value!r}: {first_line(error)}") from None
+
+
+class Metrics:
+    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. JsonlFile that a resumed run makes again replace
+    the old ones."""
+
+    def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
+        self.rows = JsonlFile(out_dir / "metrics.jsonl")
+        self.run = None
+        if logger["name"] == "wandb":
+            self.run, self.mode = _wandb_run(logger, cfg, job_type="train")
+
+    def add(self, row: dict[str, Any]) -> None:
+        if self.rows.rows and self.rows.rows[-1]["step"] >= row["step"]:
+            self.rows.keep([old for old in self.rows.rows if old["step"] < row["step"]])
+        self.rows.add(row)
+        if self.run is not None:
+            self.run.log(dict(_flat(row)), step=row["step"])
+
+    def close(self, summary: dict[str, Any], plots: list[Path]) -> str | None:
+        """Returns where W&B keeps the run, if it does."""
+        self.rows.close()
+        if self.run is None:
+            return None
+        import wandb
+
+        self.run.log({path.stem: wandb.Image(str(path)) for path in plots})
+        for key, value in _flat(summary):
+            self.run.summary[key] = value
+        self.run.finish()
+        return f"{self.mode}, {self.run.dir}"
+
+
+def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, number or text); the entries of a list, which are per position, become key/1, key/2, ..."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{inner}", v) for inner, v in _flat(value))
+        elif isinstance(value, list):
+            yield from ((f"{key}/{place}", v) for place, v in enumerate(value, 1) if v is not None)
+        elif value is not None:
+            yield key, value
+
+
+def to_wandb(
+    logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]
+) -> str:
+    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
+    import wandb
+
+    run, mode = _wandb_run(logger, cfg, job_type="eval")
+    columns: list[Any] = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
+    table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
+    images = {path.stem: wandb.Image(str(path)) for path in plots}
+    run.log({"requests": table, **images})
+    for key, value in summary["overall"].items():
+        if isinstance(value, int | float | str | None):
+            run.summary[key] = value
+    run.summary["by_category"] = {name: numbers for name, numbers in summary["categories"].items()}
+    run.finish()
+    return f"{mode}, {run.dir}"
+
+
+def _wandb_run(logger: dict[str, Any], cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
+    """A run of W&B: of a directory always the same one, whose id is kept there."""
+    import wandb
+
+    mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
+    try:
+        run = wandb.init(
+            id=_wandb_id(Path(cfg["out_dir"]) / WANDB_ID),
+            resume="allow",
+            project=logger["project"],
+            entity=logger["entity"],
+            name=cfg["name"],
+            job_type=job_type,
+            tags=logger["tags"],
+            config=cfg,
+            dir=cfg["out_dir"],
+            mode=mode,
+            settings=wandb.Settings(silent=True),
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"logger=wandb: {first_line(error)}; mend that, or use logger.mode=offline; the files in {cfg['out_dir']} are whole"
+        ) from None
+    return run, mode
+
+
+def _wandb_id(path: Path) -> str:
+    """The id in a file, which is made if there is none."""
+    if not path.exists():
+        write_json(path, {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)})
+    try:
+        return str(json.loads(path.read_text())["id"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: holds no id of a W&B run; remove it to begin another run there") from None
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path.home() / ".netrc"
+    return netrc.exists() and "wandb" in netrc.read_text()

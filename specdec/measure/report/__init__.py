@@ -1,0 +1,1 @@
+"""What people see of a measurement: tables, plots and progress, a module for each product."""
