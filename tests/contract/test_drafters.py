@@ -559,7 +559,7 @@ def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, m
     ]
     monkeypatch.setattr(losses, "distill", losses.distill_reference)
     if own.kind is not MLP:
-        monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.attention_reference))
+        monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, kernel=unroll.attention_reference))
     close((loss, sums, grads), gradients(trained, batch), 1e-5)
 
 
@@ -569,7 +569,7 @@ def test_readable_attention_gives_the_same_states(variant: str) -> None:
     batch = features(trained, SAMPLES)
     plan = trained.plan(batch, steps_of(trained), 0)
     with torch.no_grad():
-        close(trained.unrolled(batch, plan), trained.unrolled(batch, plan, attention=unroll.attention_reference), 1e-5)
+        close(trained.unrolled(batch, plan), trained.unrolled(batch, plan, kernel=unroll.attention_reference), 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["mlp-untied-reduced", "mlp", "mlp-targets-head"])
