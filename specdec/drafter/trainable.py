@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specdec.checked import Checked
 from specdec.checkpoint.native import Checkpoint
+from specdec.core import MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import LossSums, RowSums, Teacher
@@ -96,10 +97,17 @@ class UnrolledDrafter(nn.Module):
     label_offset: row p predicts token p + label_offset + k at step k.
     """
 
+    facts: ClassVar[MethodFacts]
     target: CausalLM
     objective: Any
     shared: dict[str, Any]  # frozen parts of the target, and what follows from a config: not registered
     label_offset: ClassVar[int] = 2
+    num_speculative_tokens: int
+    max_draft_tokens: int | None = None  # of a draft, if the checkpoint limits it
+
+    def draft_up_to(self, num_tokens: int) -> None:
+        """Draft that many tokens from now on, or as many as the checkpoint allows."""
+        self.num_speculative_tokens = min(num_tokens, self.max_draft_tokens or num_tokens)
 
     # ---------------------------------------------------------------- what a family adds
 

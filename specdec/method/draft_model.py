@@ -26,7 +26,7 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, MethodFacts, Request, Serving
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
 from specdec.drafter.batch import Batch
@@ -104,6 +104,13 @@ class DraftModel(UnrolledDrafter):
     """
 
     name: ClassVar[str] = "draft_model"
+    facts = MethodFacts(
+        runs_model=True,
+        model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+        "(use_heterogeneous_vocab=true: with another)",
+        train_script="draft_model",
+        serving={"vllm": Serving("causal_lm", "draft_model"), "sglang": Serving("causal_lm", "STANDALONE")},
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
@@ -112,7 +119,6 @@ class DraftModel(UnrolledDrafter):
     return_confidence = False
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     label_offset = 1
 
     def __init__(
@@ -246,7 +252,7 @@ class DraftModel(UnrolledDrafter):
         embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        names = [causal_lm.named(self.lm, part) for part in self.outside]
+        names = [causal_lm.module_name(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
         self.scale_draft_logits, bias = None, head.bias
         if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
@@ -301,7 +307,7 @@ class DraftModel(UnrolledDrafter):
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
-        checkpoint = causal_lm.read(name, revision, cls.name)
+        checkpoint = causal_lm.load(name, revision, cls.name)
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)

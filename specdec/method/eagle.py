@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
+from specdec.core import MethodFacts, Serving
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter, Geometry, Layer
 from specdec.drafter.batch import Batch
@@ -48,6 +49,12 @@ class Objective(OneStepObjective):
 
 class Eagle(AutoregressiveDrafter):
     name = "eagle"
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("eagle-",),
+        train_script="eagle",
+        serving={"vllm": Serving("raw_eagle", "eagle"), "sglang": Serving("raw_eagle", "EAGLE")},
+    )
     objective_type = Objective
 
     @classmethod
