@@ -30,6 +30,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
+    from specdec.measure.report.table import markdown
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
     from specdec.policy import cost_table, profiling
@@ -172,7 +173,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg['task']['name']}"
     choose_report.plot_choose(summary, title, out_dir / "choose.png")
     console.show(*choose_report.choose_tables(summary, title), "")
-    print(console.markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
+    print(markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
     console.show(*verdicts.values())
     for level, reasons in busy.items():
         if reasons:

@@ -136,7 +136,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if reasons := stats.busy_reasons({}, {name: share}):
         console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
-        console.show(f"lossless: NO, {verifier.name} does not keep the target's law")
+        console.show(f"lossless: NO, {verifier.name} does not preserve the target's distribution")
     if cfg["logger"]["name"] == "wandb":
         logged = list(records.rows_in(out_dir / "requests.jsonl"))
         where = logger.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
