@@ -109,11 +109,10 @@ class PEagle(Eagle3):
         plan: unroll.Plan = self.objective.plan(batch, num_steps, self.label_offset, seed)
         return plan
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
         """All depths in one pass: the rows of depth 0 are those of the whole batch, the keys of all others."""
         embedding, hidden = self.masks(block.num_masks(plan))
         embedding = torch.cat([self.embed(batch.token_N.roll(-1)), embedding])
         hidden = torch.cat([self.fuse(batch.hidden(self.hidden_layers)), hidden])
-        attend = block.in_depths(plan, attention)
-        state, _ = self.step(embedding, hidden, self._index(block.positions(plan)), attend)
+        state, _ = self.step(embedding, hidden, self._index(block.positions(plan)), block.DepthAttention(plan, kernel))
         return block.by_depth(state, plan)

@@ -607,8 +607,8 @@ def drafter_cases() -> Iterator[Case]:
             action = opened("eagle3", configured(("drafter", "geometry", key), value))
             yield Case("drafters", f"eagle3: geometry.{key}={value!r}", action)
     for value in ([1, 1, 1], [], [9, 10, 11], ["1"], 5, [1.5, 2, 3], [True, 2, 3], [-1, 0, 1]):
-        action = opened("eagle3", configured(("drafter", native.IDS), value))
-        yield Case("drafters", f"eagle3: {native.IDS}={value!r}", action)
+        action = opened("eagle3", configured(("drafter", native.LAYER_IDS), value))
+        yield Case("drafters", f"eagle3: {native.LAYER_IDS}={value!r}", action)
     foreign = {
         "eagle3-vllm": ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "draft_vocab_size",
         "intermediate_size"),
