@@ -310,7 +310,7 @@ class Slow:
             return [self.running.pop()[0]]
         return []
 
-    def clear(self) -> None:
+    def abort_all(self) -> None:
         self.cleared = True
 
 
