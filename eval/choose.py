@@ -12,12 +12,12 @@ prints the table, for people and in Markdown.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdec import script
-
-PLAIN = "none"
+from specdec.params import PLAIN
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.policy import cost_table, profiling
 
     params = SamplingParams(**cfg["sampling"])
-    settings = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
+    plans = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
     levels = serving.parse_rates(cfg["rates"])
     for key in ("rounds", "cost_repeats", "cost_context"):
         if cfg[key] is not None and cfg[key] < 1:
@@ -51,9 +51,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     built, engines = {}, {}
-    for name, speculative in settings.items():
+    for name, plan in plans.items():
         try:
-            built[name] = speculative.build(target)
+            built[name] = plan.build(target)
             engines[name] = Engine(target, *built[name], **shape)
             tasks.prepare(engines[name], chosen, params)
         except ValueError as error:
@@ -80,14 +80,16 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     tables = cost_table.share_verification(tables)
     for name, table in tables.items():
         table.save(path := out_dir / f"cost-{name}.json")
-        if settings[name].decides and settings[name].cost_table is None:
-            settings[name] = settings[name].model_copy(update={"cost_table": str(path)})
+        plan = plans[name]
+        if plan.policy.needs_costs and plan.policy.cost_table is None:
+            given = plan.config.model_copy(update={"cost_table": str(path)})
+            plans[name] = replace(plan, config=given, policy=replace(plan.policy, cost_table=table))
 
     def afresh() -> None:
         """Nothing that a method learned counts twice: the same prompts come again."""
         for name, (proposer, _) in built.items():
             getattr(proposer, "reset", lambda: None)()
-            engines[name].policy = settings[name].policy(target, proposer, rows)
+            engines[name].policy = plans[name].policy.build(target, proposer, rows)
 
     capacity = None
     if any(not isinstance(level, str) for level in levels):
@@ -112,7 +114,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                         "run": name,
                         "rate": str(level),
                         "round": number,
-                        "method": settings[name].resolved_method,
+                        "method": plans[name].method,
                         "rejection": built[name][1].name,
                         "num_speculative_tokens": built[name][0].num_speculative_tokens,
                         "lossless": built[name][1].lossless,
@@ -133,10 +135,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
         outputs, said = run_report.lossless_verdict(verifier, params.greedy, *merged)
         found[name] = {
-            "method": settings[name].resolved_method,
-            "speculative_config": settings[name].model_dump(exclude_none=True),
+            "method": plans[name].method,
+            "speculative_config": plans[name].config.given(),
             "num_speculative_tokens": proposer.num_speculative_tokens,
-            "num_speculative_tokens_said": describe_k(settings[name], proposer.num_speculative_tokens),
+            "num_speculative_tokens_said": describe_k(plans[name].config, proposer.num_speculative_tokens),
             "lossless": verifier.lossless,
             "outputs": outputs,
             "outputs_said": said,
@@ -146,7 +148,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             "at": at,
         }
     low, high = measured[levels[0]], measured[levels[-1]]
-    latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
+    latency = {name: ([1.0] * len(record.timings), record.end_to_end()) for name, record in low.items()}
     throughput = {name: work_and_seconds(record, stats.engine_seconds) for name, record in high.items()}
     has_own_cpu = target.device.type == "cpu"
     verdicts = {
@@ -156,7 +158,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     busy = {}
     if has_own_cpu:
         for level in levels:
-            shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in measured[level].items()}
+            shares = {name: stats.wall_over_cpu([one.stats for one in own.timings]) for name, own in measured[level].items()}
             busy[str(level)] = stats.busy_reasons({}, shares)
     summary = identity | {
         "plain": PLAIN,
@@ -194,7 +196,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
     seconds = sum(step.draft_s + step.verify_s for step in record.steps)
     predicted = cost_table.predicted_seconds(record.steps, table)
     emitted = sum(int(step.emitted_B.sum()) for step in record.steps)
-    return stats.serving_metrics(record.served) | {
+    return stats.serving_metrics(record.timings) | {
         "decode_tokens_per_s": emitted / seconds if seconds else None,
         "predicted_tokens_per_s": emitted / predicted if predicted else None,
         "measured_over_predicted": predicted / seconds if seconds else None,
@@ -203,7 +205,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
 
 def work_and_seconds(record: Any, seconds_of: Any) -> tuple[list[float], list[float]]:
     """Output tokens of each request, and the engine's time that it accounts for: `seconds_of` its statistics."""
-    return record.each(lambda one: one.num_output_tokens), record.each(lambda one: seconds_of(one.stats))
+    return record.by_request(lambda one: one.num_output_tokens), record.by_request(lambda one: seconds_of(one.stats))
 
 
 def gain(base: Any, own: Any, seconds_of: Any) -> dict[str, float]:
@@ -248,7 +250,7 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     from specdec import config, method
     from specdec.checked import nearest
 
-    known = [name for name in method.names() if name != "extract_hidden_states"]
+    known = [name for name in method.names() if name == PLAIN or method.facts(name).drafts]
     for key, form in (("checkpoints", "{eagle3: DIR}"), ("runs", "{a: {method: ngram}}")):
         if not isinstance(cfg[key], dict | None):
             raise ValueError(f"{key}={cfg[key]!r} must be a mapping, such as {key}='{form}'")
@@ -275,7 +277,7 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     found = {name: settings(name) for name in dict.fromkeys([PLAIN, *given, *checkpoints])}
     for name in given:
-        if name in ("eagle", "eagle3", "peagle", "mlp", "pard") and "model" not in found[name]:
+        if "model" in method.required(name) and "model" not in found[name]:
             raise ValueError(f"methods: {name!r} drafts with a trained drafter; give checkpoints={{{name}: DIR}}")
     for name, own in (cfg["runs"] or {}).items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)) or name in found:
@@ -292,16 +294,16 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def parse(name: str, given: dict[str, Any], rejection: dict[str, Any]) -> Any:
     """A run's object under the rejection scheme of all; plain decoding has no draft to judge."""
-    from specdec.llm import SpeculativeConfig
+    from specdec.speculative_config import SpeculativeConfig
 
     scheme = {key: value for key, value in rejection.items() if value is not None and key != "name"}
     own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection["name"], **given}
     try:
-        parsed = SpeculativeConfig.parse(own)
-        parsed.check()
+        plan = SpeculativeConfig.parse(own).resolve()
+        plan.check_processes(1)
     except ValueError as error:
         raise ValueError(f"run {name!r}: {error}") from None
-    return parsed
+    return plan
 
 
 def describe_k(settings: Any, most: int) -> str:

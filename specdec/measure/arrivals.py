@@ -21,7 +21,7 @@ from specdec.files import parse_json
 from specdec.measure.tasks import Task, first_prompt_ids, request_id
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.llm import derived_seed
+from specdec.prompts import derived_seed
 
 KINDS = ("poisson", "trace")
 MAX_ARRIVALS = 1_000_000  # of a run: they are listed before it begins

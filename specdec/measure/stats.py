@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from specdec.core import Request, RequestStats
+from specdec.params import PLAIN
 
 
 def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
@@ -163,12 +164,12 @@ def pool(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
 
 def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
     """The numbers of each component of a composed method over the steps that it drafted, in the order of first appearance;
-    under `none` those of steps without a draft. `output_share`: of all emitted tokens. Empty if not composed."""
+    under PLAIN those of steps without a draft. `output_share`: of all emitted tokens. Empty if not composed."""
     components: dict[str, RequestStats] = {}
     for stats in all_stats:
         steps = zip(stats.proposer, stats.drafted, stats.accepted, stats.emitted, strict=bool(stats.proposer))
         for name, drafted, accepted, emitted in steps:
-            component = components.setdefault(name or "none", RequestStats())
+            component = components.setdefault(name or PLAIN, RequestStats())
             component.drafted.append(drafted)
             component.accepted.append(accepted)
             component.emitted.append(emitted)

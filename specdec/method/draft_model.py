@@ -26,7 +26,7 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, MethodFacts, Request, Serving
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
 from specdec.drafter.batch import Batch
@@ -114,6 +114,13 @@ class DraftModel(TrainableDrafter):
     """
 
     name: ClassVar[str] = "draft_model"
+    facts = MethodFacts(
+        runs_model=True,
+        model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+        "(use_heterogeneous_vocab=true: with another)",
+        train_script="draft_model",
+        serving={"vllm": Serving("causal_lm", "draft_model"), "sglang": Serving("causal_lm", "STANDALONE")},
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
@@ -122,7 +129,6 @@ class DraftModel(TrainableDrafter):
     return_confidence = False
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     label_offset = 1
 
     def __init__(

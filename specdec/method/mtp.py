@@ -23,7 +23,7 @@ from specdec.checked import Checked, first_line
 from specdec.checkpoint import hf_common, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
 from specdec.drafter.base import Objective as Unrolled
@@ -124,6 +124,15 @@ def _not_alone(target: CausalLM, error: Exception) -> ValueError:
 
 class MTP(AutoregressiveDrafter):
     name = "mtp"
+    facts = MethodFacts(
+        runs_model=True,
+        aliases=("*_mtp",),
+        train_script="mtp",
+        max_draft_key="num_modules",
+        one_is_no_limit=True,
+        serving={"vllm": Serving("mtp", "mtp"), "sglang": Serving("mtp", "NEXTN")},
+        served_in_target=True,
+    )
     objective_type = Objective
 
     def __init__(

@@ -14,6 +14,7 @@ from specdec.measure import stats
 from specdec.measure.report.figure import integer_ticks, saved_figure
 from specdec.measure.report.table import new_table, number, percent
 from specdec.measure.stats import RequestStats
+from specdec.params import PLAIN
 from specdec.rejection import Verifier
 
 NUM_POSITIONS = 4  # whose acceptance the table shows
@@ -85,7 +86,7 @@ def busy_reasons(summary: dict[str, Any], name: str, has_own_cpu: bool) -> list[
     overall = summary["overall"]
     numbers = {**summary["categories"], "all": overall}
     speedups = {category: (n["speedup"], n["speedup_ideal"]) for category, n in numbers.items()}
-    shares = {name: overall["wall_over_cpu"], "none": overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
+    shares = {name: overall["wall_over_cpu"], PLAIN: overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
     return stats.busy_reasons(speedups, shares)
 
 
@@ -129,13 +130,13 @@ def table(summary: dict[str, Any], title: str) -> Table:
     """The numbers that a reader compares, a line per category and one for all."""
     caption = (
         "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. Per position: of all "
-        "drafts, shorter ones too. tokens/s and speedup: prefill excluded; none: without speculation, in turn with it. model: "
+        f"drafts, shorter ones too. tokens/s and speedup: prefill excluded; {PLAIN}: without speculation, in turn with it. model: "
         "what acceptance and measured forward times predict; efficiency: speedup / model."
     )
     grid = new_table(title, ["category"], ["requests", "mean acceptance length", "tokens/step"], caption, wrap=True)
     grid.add_column("acceptance per position", no_wrap=True)
     by_cpu = ["by CPU time"] if summary["busy"] else []
-    for head in ("steps with draft", "tokens/s", "none", "speedup", *by_cpu, "model", "efficiency"):
+    for head in ("steps with draft", "tokens/s", PLAIN, "speedup", *by_cpu, "model", "efficiency"):
         grid.add_column(head, justify="right")
     for name, n in [*summary["categories"].items(), ("all", summary["overall"])]:
         if name == "all":
