@@ -175,7 +175,7 @@ def check_config(directory: Path) -> Path:
 
 
 def weights_digest(directory: str | Path) -> str:
-    """A hash that distinguishes models of one name: of the name, the size and 64 evenly spaced blocks of each JSON file and each
+    """A hash that distinguishes models of one name: of name, size and 64 evenly spaced blocks of each JSON file and each
     file of weights, which any training changes."""
     directory = Path(directory)
     digest = hashlib.sha256()

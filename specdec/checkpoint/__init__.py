@@ -56,8 +56,8 @@ class Format(Protocol):
 def formats() -> dict[str, Format]:
     """Every format by name, in the order in which they are tried."""
     modules = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
-    found = {name: cast(Format, module) for name, module in modules.items() if "PRECEDENCE" in vars(module)}
-    return dict(sorted(found.items(), key=lambda item: (item[1].PRECEDENCE, item[0])))
+    with_format = {name: cast(Format, module) for name, module in modules.items() if "PRECEDENCE" in vars(module)}
+    return dict(sorted(with_format.items(), key=lambda item: (item[1].PRECEDENCE, item[0])))
 
 
 def load(path: str | Path, revision: str | None = None) -> Checkpoint:

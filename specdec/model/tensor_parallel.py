@@ -100,7 +100,7 @@ def shards_heads(plan: dict[str, str]) -> bool:
 
 @torch.no_grad()
 def shard(model: Any, plan: dict[str, str], processes: ProcessGroup) -> None:
-    """Replace the layers of a model by this process's parts. The output layer's columns are cut too, and the logits gathered."""
+    """Replace layers of a model by this process's parts. The output layer's columns are cut too, and the logits gathered."""
     decoder = model.get_decoder()
     cuts = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), way) for name, way in plan.items() if way not in REPLICATED]
     for name, module in list(decoder.named_modules()):
