@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec import sampling
 from specdec.checkpoint import causal_lm, hf_common
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import unroll
 from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
@@ -48,6 +48,14 @@ class Pard(DraftModel):
     does not name it."""
 
     name = "pard"
+    facts = MethodFacts(
+        runs_model=True,
+        parallel_of="draft_model",
+        train_script="pard",
+        mask_key="pard_token",
+        max_draft_key="num_depths",
+        serving={"vllm": Serving("causal_lm", "draft_model")},
+    )
     architecture_type = Architecture
     objective_type = Objective
 

@@ -32,10 +32,10 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.drafter import unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter
 from specdec.drafter.base import Init
-from specdec.llm import SpeculativeConfig
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, call, rows_of
@@ -1563,11 +1563,13 @@ def test_a_checkpoint_names_a_method_that_is_trained(tmp_path: Path, monkeypatch
     directory = native_eagle3(Path("trap.Class"))
     for name in ("custom_class", "ngram", "none", "nope"):
         rewrite_config(directory, {"method": name})
-        action = lambda: SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())
+        action = lambda: SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).resolve().build(loaded())
         one_line(action, "trap.Class", f"config.json names method {name!r}, which has no checkpoints")
         assert not (tmp_path / "ran").exists()
     rewrite_config(directory, {"method": "eagle3"})
-    assert SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())[0].num_speculative_tokens == 2
+    assert (
+        SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).resolve().build(loaded())[0].num_speculative_tokens == 2
+    )
 
 
 @pytest.mark.parametrize(
