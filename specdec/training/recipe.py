@@ -155,7 +155,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         )
 
     metrics = logger.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
-    with console.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+    with console.training_progress(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
             assert metrics is not None
