@@ -18,6 +18,7 @@ import torch
 from pydantic import ConfigDict, Field, field_validator
 
 from specdec import method, rejection, sampling
+from specdec.chat.template import unread_template_kwargs
 from specdec.checked import Checked, first_line, nearest, short_repr, whole_text
 from specdec.core import Policy, Proposer, Request
 from specdec.engine import Engine
@@ -30,7 +31,6 @@ from specdec.params import SamplingParams
 from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import Adaptive, Scheduled
 from specdec.rejection import Verifier
-from specdec.training.data import unread_template_kwargs
 
 # keys of vLLM's object whose feature is not built, with the values that ask for nothing
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {

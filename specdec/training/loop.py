@@ -46,8 +46,7 @@ from specdec.measure import stats
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier
-from specdec.training import data
-from specdec.training.data import Sample
+from specdec.training.samples import Sample, batch_indices
 
 TEXT_PROMPT = 64  # tokens, as in the second stage of the MLP speculator
 
@@ -160,7 +159,7 @@ def fit(
         stopping = run.stopped()
         while run.step < run.num_steps and not stopping:
             began = time.perf_counter()
-            picked = [samples[i] for i in data.batch_indices(run.step, len(samples), settings.global_batch_size, seed)]
+            picked = [samples[i] for i in batch_indices(run.step, len(samples), settings.global_batch_size, seed)]
             supervised = sum(map(run.supervised, picked))
             micro_batches = run.rank_micro_batches(picked)
             for place, micro in enumerate(micro_batches):

@@ -42,8 +42,8 @@ from specdec.method.peagle import PEagle
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import loop
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import REDUCED, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from support.errors import refused

@@ -30,8 +30,8 @@ YAMLS = sorted(CONF.glob("*/*.yaml"))
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "files", "params", "core", "sampling", "rejection", "lock", "hub", "model", "script", "engine", "policy",
-    "checkpoint", "drafter", "measure.stats", "training.data", "training.features", "method", "llm", "measure", "training",
+    "checked", "files", "chat", "params", "core", "sampling", "rejection", "lock", "hub", "model", "script", "engine", "policy",
+    "checkpoint", "drafter", "measure.stats", "training.samples", "training.data", "training.features", "method", "llm", "measure", "training",
     "config", "training.recipe",
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from specdec.drafter.batch import Batch
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.data import Sample
+from specdec.training.samples import Sample
 from support.targets import loaded
 
 VOCAB = 320  # of the tiny models
