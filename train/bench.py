@@ -68,6 +68,28 @@ def ours(drafter: Any, batch: Any) -> Tensor:
     return drafter.loss(batch)[0]
 
 
+class DenseAttention:
+    """Every row at every step: keys of step 0 up to its own place, and its own of the steps after; one layer."""
+
+    def __init__(self, length: int):
+        self.causal_SS = torch.full((length, length), float("-inf")).triu(1)
+        self.own_SS = torch.full((length, length), float("-inf")).fill_diagonal_(0)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def write_kv(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.keys.append(key)
+        self.values.append(value)
+
+    def attend(self, layer: int, query: Tensor, scaling: float, *_: Any) -> Tensor:
+        group = query.shape[1] // self.keys[0].shape[1]
+        keys, values = (torch.cat(x).repeat_interleave(group, 1).transpose(0, 1) for x in (self.keys, self.values))
+        scores = query.transpose(0, 1) @ keys.transpose(1, 2) * scaling
+        bias = torch.cat([self.causal_SS, *[self.own_SS] * (len(self.keys) - 1)], 1)
+        weight = (scores.float() + bias).softmax(-1).to(values.dtype)
+        return (weight @ values).transpose(0, 1)
+
+
 def direct(drafter: Any, batch: Any) -> Tensor:
     """Every row at every step, one dense mask [S, S (k + 1)], logits of the whole target vocabulary, autograd for the rest."""
     target, length = drafter.target, len(batch.token_N)
@@ -75,22 +97,11 @@ def direct(drafter: Any, batch: Any) -> Tensor:
     logits_SV = target.logits_of(batch.hidden([target.num_layers])[:, 0]).clone().float()
     p_SV = (logits_SV if drafter.vocab_ids is None else logits_SV[:, drafter.vocab_ids]).softmax(-1)
     position = torch.arange(length)
-    hidden, keys, values = drafter.fuse(batch.hidden(drafter.hidden_layers)), [], []
-    causal = torch.full((length, length), float("-inf")).triu(1)
-    own = torch.full((length, length), float("-inf")).fill_diagonal_(0)
+    hidden = drafter.fuse(batch.hidden(drafter.hidden_layers))
     loss = torch.zeros(())
+    attention = DenseAttention(length)
     for k in range(drafter.objective.ttt_steps):
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, k: int = k) -> Tensor:
-            keys.append(key)
-            values.append(value)
-            group = query.shape[1] // key.shape[1]
-            whole, content = (torch.cat(x).repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
-            scores = query.transpose(0, 1) @ whole.transpose(1, 2) * scaling
-            weight = (scores.float() + torch.cat([causal, *[own] * k], 1)).softmax(-1).to(content.dtype)
-            return (weight @ content).transpose(0, 1)
-
-        state, hidden = drafter.step(drafter.embed(batch.token_N.roll(-1 - k)), hidden, position + k, attend)
+        state, hidden = drafter.step(drafter.embed(batch.token_N.roll(-1 - k)), hidden, position + k, attention)
         log_q = drafter.draft_logits(state).float().log_softmax(-1)
         wanted, counts = p_SV.roll(-1 - k, 0), mask_S.roll(-2 - k).float()
         counts[length - 2 - k :] = 0

@@ -60,7 +60,7 @@ def run(cfg: dict[str, Any]) -> None:
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     engine = Engine(
-        target, method.build("none", target), rejection.build("standard"), cfg["max_batch_size"],
+        target, method.build(method.PLAIN, target), rejection.build("standard"), cfg["max_batch_size"],
         min(cfg["max_model_len"], target.max_model_len),
     )  # fmt: skip
     prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out, openings)
@@ -250,8 +250,8 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     from specdec import hub
     from specdec.chat.template import user_frame
     from specdec.core import Request
-    from specdec.llm import derived_seed
     from specdec.measure.report import console
+    from specdec.prompts import derived_seed
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer
     path = out.with_name(f"{out.name}.prompts.jsonl")

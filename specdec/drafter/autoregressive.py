@@ -9,8 +9,6 @@ with the rows of `specdec.drafter.unroll`. A method adds its module: `fuse`, `st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,12 +23,11 @@ from specdec.core import Context, Draft
 from specdec.drafter import unroll
 from specdec.drafter.base import Drafter, empty_draft
 from specdec.drafter.batch import Batch
-from specdec.model.kv import ForwardBatch, SlotCache, pack_ragged, slot_attention
+from specdec.model.attention import Attention, SlotAttention
+from specdec.model.kv import ForwardBatch, SlotCache, pack_ragged
 from specdec.model.target import CausalLM
 
 PREFILL_CHUNK = 512
-# layer, query [A, H, W], key and value [N, G, W], scaling -> [A, H, W]
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 
 class Geometry(Checked):
@@ -93,8 +90,8 @@ def _number(config: Any, key: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-class Attention(nn.Module):
-    """Projections of one attention layer; how the scores come about is the caller's: a slot cache, or unrolled training."""
+class AttentionLayer(nn.Module):
+    """Projections of one attention layer, around an attention object: of a slot cache, or of unrolled training."""
 
     def __init__(self, config: Any, in_features: int, qk_norm: bool, layer: int = 0):
         super().__init__()
@@ -108,7 +105,7 @@ class Attention(nn.Module):
             self.q_norm = LlamaRMSNorm(self.width, config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.width, config.rms_norm_eps)
 
-    def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
         """rows: the tokens whose output is wanted; keys and values are made of all."""
         wanted = x_ND if rows is None else x_ND[rows]
         query = self.q_proj(wanted).unflatten(-1, (-1, self.width))
@@ -119,7 +116,8 @@ class Attention(nn.Module):
         query = _rotate(query, cos_N if rows is None else cos_N[rows], sin_N if rows is None else sin_N[rows])
         key = _rotate(key, cos_N, sin_N)
         query, key = query.to(value.dtype), key.to(value.dtype)
-        return self.o_proj(attend(self.layer, query, key, value, self.width**-0.5).flatten(1))
+        attention.write_kv(self.layer, key, value)
+        return self.o_proj(attention.attend(self.layer, query, self.width**-0.5).flatten(1))
 
 
 class Layer(nn.Module):
@@ -129,14 +127,14 @@ class Layer(nn.Module):
         super().__init__()
         if first_norm:
             self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, shape.hidden_size, qk_norm, layer)
+        self.self_attn = AttentionLayer(shape, shape.hidden_size, qk_norm, layer)
         self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = LlamaMLP(shape)
 
-    def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
         """rows: the tokens whose output is wanted."""
         normed = self.input_layernorm(x_ND) if hasattr(self, "input_layernorm") else x_ND
-        x = (x_ND if rows is None else x_ND[rows]) + self.self_attn(normed, cos_N, sin_N, attend, rows)
+        x = (x_ND if rows is None else x_ND[rows]) + self.self_attn(normed, cos_N, sin_N, attention, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -164,7 +162,7 @@ class AutoregressiveDrafter(Drafter):
         raise NotImplementedError
 
     def step(
-        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
+        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """One pass of the drafter: [A, D] states for the output layer, and [A, D] those fed to the next step."""
         raise NotImplementedError
@@ -253,56 +251,41 @@ class AutoregressiveDrafter(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """Process each row's pairs at its positions. States [len(keep), D] of those pairs, for the output layer and for the
         next step. which: of a method's modules, if it has several."""
-        window = self.window(rows, start_B, count_B)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-            at: Any = SimpleNamespace(layer_idx=layer)
-            return slot_attention(at, q, k, v, None, scaling=scaling, window=window)[0][0]
-
+        batch = self.batch(rows, start_B, count_B, keep)
         step: Any = self.step
-        states = step(embedding_ND, hidden_ND, window.slot_N, attend, **which)
-        keep_N = torch.from_numpy(keep).to(hidden_ND.device, non_blocking=True)
-        return states[0][keep_N], states[1][keep_N]
+        states = step(embedding_ND, hidden_ND, batch.position_N, SlotAttention(batch), **which)
+        return states[0][batch.logits_at_N], states[1][batch.logits_at_N]
 
-    def window(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray) -> ForwardBatch:
+    def batch(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray) -> ForwardBatch:
         """Of these rows; the rows between them take part with no tokens."""
-        first, last = int(rows[0]), int(rows[-1])
-        start_R, count_R = np.zeros(last + 1 - first, dtype=np.int64), np.zeros(last + 1 - first, dtype=np.int64)
-        start_R[rows - first], count_R[rows - first] = start_B, count_B
-        return ForwardBatch(self.cache, first, start_R, count_R)
+        first = int(rows[0])
+        start_R = np.zeros(int(rows[-1]) + 1 - first, dtype=np.int64)
+        count_R = np.zeros_like(start_R)
+        start_R[rows - first] = start_B
+        count_R[rows - first] = count_B
+        return ForwardBatch(self.cache, first, start_R, count_R, logits_at_N=keep)
 
     # ---------------------------------------------------------------- training
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
-        """[A, D] states for the output layer at every step, of the rows of the plan. attention: the efficient or readable
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
+        """[A, D] states for the output layer at every step, of the rows of the plan. kernel: the efficient or readable
         one."""
         token_N, first_N = batch.token_N, plan.first_A
         position_N = self._index(np.arange(len(first_N)) - first_N)
-        memory: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.kv_shapes()]  # keys and values, step by step
         states = []
         hidden = self.add_feature_noise(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
         # the last row of a document gets the first token of the next one; nobody looks at that row
         embedding = self.embed(token_N.roll(-1))
         position, rows = position_N, self._index(plan.steps[0].rows)
+        attention = unroll.UnrolledAttention(plan, kernel)
         for k, step in enumerate(plan.steps):
             if k:
                 rows, kept = self._index(step.rows), self._index(step.kept)
-                if len(step.rows) < len(hidden):
+                fewer = len(step.rows) < len(hidden)
+                attention.next_step(kept if fewer else None)
+                if fewer:
                     hidden = hidden[kept]
-                    for own in memory:
-                        for x in own:
-                            x[1:] = [part[kept] for part in x[1:]]
                 embedding, position = self.embed(token_N[rows + 1 + k]), position_N[rows] + k
-
-            def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, k: int = k) -> Tensor:
-                keys, values = memory[layer]
-                keys.append(key)
-                values.append(value)
-                # a layer that is not the last makes every row at step 0, since the next one looks at all of them
-                of = plan.steps[k].rows if k or len(query) < len(first_N) else np.arange(len(first_N))
-                return attention(query, keys[0], values[0], keys[1:], values[1:], of, first_N, scaling)
-
-            state, hidden = self.step(embedding, hidden, position, attend, None if k else rows)
+            state, hidden = self.step(embedding, hidden, position, attention, None if k else rows)
             states.append(state)
         return states

@@ -87,7 +87,6 @@ class Drafter(TrainableDrafter):
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
     return_confidence = False
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
     std = 0.02  # of matrices that are drawn at random

@@ -8,7 +8,6 @@ are sub-sampled (COD), since most of what they teach the others teach too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,24 +71,48 @@ def by_depth(state_ND: Tensor, plan: unroll.Plan) -> list[Tensor]:
     return [parts[0][torch.from_numpy(plan.steps[0].rows).to(state_ND.device, non_blocking=True)], *parts[1:]]
 
 
-def in_depths(plan: unroll.Plan, attention: Any) -> Callable[[int, Tensor, Tensor, Tensor, float], Tensor]:
-    """Attention (layer, query, key, value, scaling) of rows that lie depth by depth. attention: as `unroll.attention`."""
-    num_tokens = len(plan.first_A)
-    sizes = [num_tokens, *(len(step.rows) for step in plan.steps[1:])]
+class DepthAttention:
+    """`specdec.model.attention.Attention` of rows that lie depth by depth. kernel: as `unroll.attention`."""
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        queries, keys, values = query.split(sizes), key.split(sizes), value.split(sizes)
-        every, first_N = np.arange(num_tokens), plan.first_A
-        out = [attention(queries[0], keys[0], values[0], [], [], every, first_N, scaling)]
+    def __init__(self, plan: unroll.Plan, kernel: Any = unroll.attention):
+        self.plan = plan
+        self.kernel = kernel
+        self.max_position = int(positions(plan).max(initial=0))
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
+        self.kv[layer] = key_NGW, value_NGW
+
+    def attend(
+        self,
+        layer: int,
+        query_NHW: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if sliding_window is not None and sliding_window > self.max_position:
+            sliding_window = None
+        is_plain = sliding_window is None and softcap is None
+        kernel = self.kernel if is_plain else unroll.masked_attention(sliding_window, softcap)
+        scaling = scaling or query_NHW.shape[-1] ** -0.5
+        num_tokens = len(self.plan.first_A)
+        sizes = [num_tokens, *(len(step.rows) for step in self.plan.steps[1:])]
+        key_NGW, value_NGW = self.kv.pop(layer)
+        queries = query_NHW.split(sizes)
+        keys = key_NGW.split(sizes)
+        values = value_NGW.split(sizes)
+        first_N = self.plan.first_A
+        out = [kernel(queries[0], keys[0], values[0], [], [], np.arange(num_tokens), first_N, scaling)]
         own_key: list[Tensor] = []
         own_value: list[Tensor] = []
-        for d, step in enumerate(plan.steps[1:], 1):
+        for d, step in enumerate(self.plan.steps[1:], 1):
             if d > 1:
                 assert step.kept is not None
-                kept = torch.from_numpy(step.kept).to(query.device, non_blocking=True)
-                own_key, own_value = [x[kept] for x in own_key], [x[kept] for x in own_value]
-            own_key, own_value = [*own_key, keys[d]], [*own_value, values[d]]
-            out.append(attention(queries[d], keys[0], values[0], own_key, own_value, step.rows, first_N, scaling))
+                kept = torch.from_numpy(step.kept).to(query_NHW.device, non_blocking=True)
+                own_key = [x[kept] for x in own_key]
+                own_value = [x[kept] for x in own_value]
+            own_key = [*own_key, keys[d]]
+            own_value = [*own_value, values[d]]
+            out.append(kernel(queries[d], keys[0], values[0], own_key, own_value, step.rows, first_N, scaling))
         return torch.cat(out)
-
-    return attend

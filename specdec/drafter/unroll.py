@@ -116,6 +116,51 @@ def blocks(rows: np.ndarray, first_N: np.ndarray) -> list[tuple[int, int, int, i
     return pieces
 
 
+class UnrolledAttention:
+    """`specdec.model.attention.Attention` of one pass over the steps of a plan. A row reads the keys of step 0, every token's,
+    up to its own place, and its own keys of the later steps.
+
+    kernel: `attention`, or `attention_reference`.
+    """
+
+    def __init__(self, plan: Plan, kernel: Any = None):
+        self.plan = plan
+        self.kernel = attention if kernel is None else kernel
+        self.step = 0
+        self.keys: dict[int, list[Tensor]] = {}  # by layer, step by step
+        self.values: dict[int, list[Tensor]] = {}
+
+    def next_step(self, kept_A: Tensor | None) -> None:
+        """kept_A: places, among the rows of the step before, of the rows that take part; None: all of them do."""
+        self.step += 1
+        if kept_A is not None:
+            for memory in (*self.keys.values(), *self.values.values()):
+                memory[1:] = [x[kept_A] for x in memory[1:]]
+
+    def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
+        self.keys.setdefault(layer, []).append(key_NGW)
+        self.values.setdefault(layer, []).append(value_NGW)
+
+    def attend(
+        self,
+        layer: int,
+        query_AHW: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        assert sliding_window is None
+        assert softcap is None
+        first_N = self.plan.first_A
+        # a layer that is not the last computes every row at step 0, since the next one reads all of them
+        every = not self.step and len(query_AHW) == len(first_N)
+        rows = np.arange(len(first_N)) if every else self.plan.steps[self.step].rows
+        keys = self.keys[layer]
+        values = self.values[layer]
+        scaling = scaling or query_AHW.shape[-1] ** -0.5
+        return self.kernel(query_AHW, keys[0], values[0], keys[1:], values[1:], rows, first_N, scaling)
+
+
 def attention(
     query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
     rows: np.ndarray, first_N: np.ndarray, scaling: float,
@@ -227,3 +272,35 @@ def attention_reference(
     score = torch.einsum("ahw,khw->hak", query_AHW * scaling, keys)
     weight = score.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("hak,khw->ahw", weight, values)
+
+
+def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:
+    """`attention` for layers that look back a number of positions only, or bend their scores: with masks, and autograd
+    keeps the scores. Without both it computes what `attention` does."""
+
+    def kernel(
+        query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
+        rows: np.ndarray, first_N: np.ndarray, scaling: float,
+    ) -> Tensor:  # fmt: skip
+        depth, repeat, device = len(own_key), query_AHW.shape[1] // key_NGW.shape[1], query_AHW.device
+        least = -(2**62) if sliding_window is None else depth - sliding_window  # places behind the row that are too far back
+        out = [query_AHW[:0, :, :1].expand(-1, -1, value_NGW.shape[2])]
+        for a, b, first, last in blocks(rows, first_N):
+            behind = torch.arange(first, last, device=device) - torch.from_numpy(rows[a:b]).to(device).unsqueeze(1)
+            seen = (behind <= 0) & (behind > least)
+            keys, values = (x[first:last].repeat_interleave(repeat, 1) for x in (key_NGW, value_NGW))
+            score = torch.einsum("ahw,khw->hak", query_AHW[a:b] * scaling, keys)
+            near = [i for i in range(depth) if sliding_window is None or depth - 1 - i < sliding_window]
+            own = [(query_AHW[a:b] * scaling * own_key[i][a:b].repeat_interleave(repeat, 1)).sum(-1).t() for i in near]
+            score = torch.cat([score, *(x.unsqueeze(-1) for x in own)], -1).float()
+            if softcap is not None:
+                score = torch.tanh(score / softcap) * softcap
+            seen = torch.cat([seen, seen.new_ones(b - a, len(near))], 1)
+            weight = score.masked_fill(~seen, float("-inf")).softmax(-1).to(values.dtype)
+            part = torch.einsum("hak,khw->ahw", weight[..., : last - first], values)
+            for place, i in enumerate(near, last - first):
+                part = part + weight[..., place].t().unsqueeze(-1) * own_value[i][a:b].repeat_interleave(repeat, 1)
+            out.append(part)
+        return torch.cat(out)
+
+    return kernel

@@ -22,11 +22,11 @@ from specdec.checked import nearest, short_repr
 from specdec.core import Request, Step
 from specdec.engine import Engine
 from specdec.files import parse_json
-from specdec.llm import derived_seed
 from specdec.measure.stats import RequestTiming
 from specdec.measure.tasks import Task, first_prompt_ids, request_id
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.prompts import derived_seed
 
 KINDS = ("poisson", "trace")
 MOST = 1_000_000  # arrivals of a run: they are listed before it begins

@@ -8,8 +8,7 @@ drafts the tokens that both have, renormalised, and reads one token for each of 
 inside are its own ids, outside the target's (`specdec/drafter/shared_vocab.py`).
 
 Trained, it begins as some layers of the target, or as another LM, and learns what the target said (nll) or its whole law (kl,
-tv, ce). It stays the transformers model that it is: in training a callable stands in for the slot cache and keeps documents
-apart.
+tv, ce). It stays the transformers model that it is: in training another attention object keeps documents apart.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, MethodFacts, Request, Serving
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
 from specdec.drafter.batch import Batch
@@ -115,6 +114,13 @@ class DraftModel(TrainableDrafter):
     """
 
     name: ClassVar[str] = "draft_model"
+    facts = MethodFacts(
+        runs_model=True,
+        model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+        "(use_heterogeneous_vocab=true: with another)",
+        train_script="draft_model",
+        serving={"vllm": Serving("causal_lm", "draft_model"), "sglang": Serving("causal_lm", "STANDALONE")},
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
@@ -123,7 +129,6 @@ class DraftModel(TrainableDrafter):
     return_confidence = False
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     label_offset = 1
 
     def __init__(
@@ -228,7 +233,7 @@ class DraftModel(TrainableDrafter):
         differ, of the shared tokens only."""
         start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows], count_R[rows] = start_B, count_B
-        logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, keep=keep).logits
+        logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, logits_at_N=keep).logits
         return logits_NV if self.vocabulary is None else self.vocabulary.kept(logits_NV)
 
     def to_draft_ids_host(self, target_ids: np.ndarray) -> np.ndarray:
@@ -257,7 +262,7 @@ class DraftModel(TrainableDrafter):
         embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        names = [causal_lm.named(self.lm, part) for part in self.outside]
+        names = [causal_lm.module_name(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
         self.scale_draft_logits, bias = None, head.bias
         if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
@@ -290,7 +295,7 @@ class DraftModel(TrainableDrafter):
         assert not count
         return torch.zeros(0, dtype=torch.int64, device=self.target.device)
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
         """[A, D] states for the output layer at every step, in one forward: the tokens of the batch, and behind them the mask
         tokens of step 1, 2, ..."""
         position_N = block.positions(plan)
@@ -302,23 +307,9 @@ class DraftModel(TrainableDrafter):
                 f"give data.max_length={limit}"
             )
 
-        def window(
-            module: Any,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            scaling: float | None,
-            sliding: int | None,
-            cap: float | None,
-        ) -> Tensor:
-            sliding = None if sliding is None or sliding >= reach else sliding
-            own = attention if sliding is None and cap is None else masked_attention(sliding, cap)
-            q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-            return block.in_depths(plan, own)(0, q, k, v, scaling or query.shape[-1] ** -0.5).unsqueeze(0)
-
         state_ND = decoder_of(self.lm)(
             inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
-            use_cache=False, window=window,
+            use_cache=False, attention=block.DepthAttention(plan, kernel),
         ).last_hidden_state[0]  # fmt: skip
         return block.by_depth(state_ND, plan)
 
@@ -326,7 +317,7 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
-        checkpoint = causal_lm.read(name, revision, cls.name)
+        checkpoint = causal_lm.load(name, revision, cls.name)
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)
@@ -372,38 +363,6 @@ class DraftModel(TrainableDrafter):
     def write(self, directory: Path, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
         """Save this draft model with these weights into a directory that exists and nobody reads yet."""
         causal_lm.save(directory, self.to_checkpoint(state), self.target.path, provenance, card)
-
-
-def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:
-    """`unroll.attention` for layers that look back a number of positions only, or bend their scores: with masks, and autograd
-    keeps the scores. Without both it says what `unroll.attention` does."""
-
-    def attention(
-        query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, own_key: list[Tensor], own_value: list[Tensor],
-        rows: np.ndarray, first_N: np.ndarray, scaling: float,
-    ) -> Tensor:  # fmt: skip
-        depth, repeat, device = len(own_key), query_AHW.shape[1] // key_NGW.shape[1], query_AHW.device
-        least = -(2**62) if sliding_window is None else depth - sliding_window  # places behind the row that are too far back
-        out = [query_AHW[:0, :, :1].expand(-1, -1, value_NGW.shape[2])]
-        for a, b, first, last in unroll.blocks(rows, first_N):
-            behind = torch.arange(first, last, device=device) - torch.from_numpy(rows[a:b]).to(device).unsqueeze(1)
-            seen = (behind <= 0) & (behind > least)
-            keys, values = (x[first:last].repeat_interleave(repeat, 1) for x in (key_NGW, value_NGW))
-            score = torch.einsum("ahw,khw->hak", query_AHW[a:b] * scaling, keys)
-            near = [i for i in range(depth) if sliding_window is None or depth - 1 - i < sliding_window]
-            own = [(query_AHW[a:b] * scaling * own_key[i][a:b].repeat_interleave(repeat, 1)).sum(-1).t() for i in near]
-            score = torch.cat([score, *(x.unsqueeze(-1) for x in own)], -1).float()
-            if softcap is not None:
-                score = torch.tanh(score / softcap) * softcap
-            seen = torch.cat([seen, seen.new_ones(b - a, len(near))], 1)
-            weight = score.masked_fill(~seen, float("-inf")).softmax(-1).to(values.dtype)
-            part = torch.einsum("hak,khw->ahw", weight[..., : last - first], values)
-            for place, i in enumerate(near, last - first):
-                part = part + weight[..., place].t().unsqueeze(-1) * own_value[i][a:b].repeat_interleave(repeat, 1)
-            out.append(part)
-        return torch.cat(out)
-
-    return attention
 
 
 def same_vocabulary(target: CausalLM, size: int, name: str, otherwise: str = "") -> None:

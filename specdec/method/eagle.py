@@ -20,10 +20,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
+from specdec.core import MethodFacts, Serving
 from specdec.drafter import losses, unroll
-from specdec.drafter.autoregressive import Attend, AutoregressiveDrafter, Geometry, Layer
+from specdec.drafter.autoregressive import AutoregressiveDrafter, Geometry, Layer
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import Teacher
+from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
 
@@ -56,6 +58,12 @@ class Objective(Checked):
 
 class Eagle(AutoregressiveDrafter):
     name = "eagle"
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("eagle-",),
+        train_script="eagle",
+        serving={"vllm": Serving("raw_eagle", "eagle"), "sglang": Serving("raw_eagle", "EAGLE")},
+    )
     objective_type = Objective
 
     @classmethod
@@ -72,10 +80,10 @@ class Eagle(AutoregressiveDrafter):
         return self.last_state(hidden_NTD[:, -1])
 
     def step(
-        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
+        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat([embedding_ND, hidden_ND], -1))
-        state = self.layers[0](x, *self.cos_sin(position_N), attend, rows)
+        state = self.layers[0](x, *self.cos_sin(position_N), attention, rows)
         return state, state
 
     def add_feature_noise(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:

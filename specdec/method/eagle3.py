@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.checked import Checked
-from specdec.drafter.autoregressive import Attend, Attention, AutoregressiveDrafter, Geometry, Layer
+from specdec.core import MethodFacts, Serving
+from specdec.drafter.autoregressive import AttentionLayer, AutoregressiveDrafter, Geometry, Layer
+from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
 
@@ -77,23 +79,33 @@ class FirstLayer(nn.Module):
         self.norm_before_residual = architecture.norm_before_residual
         self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, 2 * shape.hidden_size, architecture.layer_type == "qwen3")
+        self.self_attn = AttentionLayer(shape, 2 * shape.hidden_size, architecture.layer_type == "qwen3")
         self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = LlamaMLP(shape)
 
     def forward(
-        self, embedding_ND: Tensor, hidden_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attend: Attend, rows: Tensor | None
+        self, embedding_ND: Tensor, hidden_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attention: Attention, rows: Tensor | None
     ) -> Tensor:
         normed = self.hidden_norm(hidden_ND)
         residual = normed if self.norm_before_residual else hidden_ND
         x = torch.cat([self.input_layernorm(embedding_ND), normed], -1)
         residual = residual if rows is None else residual[rows]
-        residual = residual + self.self_attn(x, cos_N, sin_N, attend, rows)
+        residual = residual + self.self_attn(x, cos_N, sin_N, attention, rows)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class Eagle3(AutoregressiveDrafter):
     name = "eagle3"
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("eagle3",),
+        train_script="eagle",
+        serving={
+            "speculators": Serving("speculators", "eagle3"),
+            "vllm": Serving("raw_eagle3", "eagle3"),
+            "sglang": Serving("raw_eagle3", "EAGLE3"),
+        },
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
 
     @classmethod
@@ -133,13 +145,13 @@ class Eagle3(AutoregressiveDrafter):
         return self.fc(x)
 
     def step(
-        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attend: Attend, rows: Tensor | None = None
+        self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         place, last = self.cos_sin(position_N), len(self.layers) - 1
         # every row of a layer is a key of the next one
-        state = self.layers[0](embedding_ND, hidden_ND, *place, attend, rows if last == 0 else None)
+        state = self.layers[0](embedding_ND, hidden_ND, *place, attention, rows if last == 0 else None)
         for i in range(1, len(self.layers)):
-            state = self.layers[i](state, *place, attend, rows if i == last else None)
+            state = self.layers[i](state, *place, attention, rows if i == last else None)
         normed = self.norm(state)
         return normed, normed if self.norm_output else state
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.checked import nearest
-from specdec.core import Context, Draft, Request, StatelessProposer
+from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.model.target import CausalLM
 from specdec.training import features
 from specdec.training.features import Features
@@ -28,6 +28,8 @@ class ExtractHiddenStates(StatelessProposer):
     draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}; shared_storage_path: the directory;
     include_output_tokens: write the answer too, but for its last token, which the target never processes.
     """
+
+    facts = MethodFacts(drafts=False)
 
     def __init__(
         self,

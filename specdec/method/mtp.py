@@ -23,12 +23,13 @@ from specdec.checked import Checked, first_line
 from specdec.checkpoint import hf_common, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import losses, unroll
-from specdec.drafter.autoregressive import PREFILL_CHUNK, Attend, AutoregressiveDrafter
+from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
 from specdec.drafter.base import Objective as Unrolled
 from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
+from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
 
@@ -60,6 +61,26 @@ class Objective(Unrolled):
         return [self.ttt_step_loss_decay**k / whole for k in range(num_steps)]
 
 
+class FullAttention:
+    """An attention without window and softcap: a module looks at all that its row holds, whatever the target's layers do."""
+
+    def __init__(self, inner: Attention):
+        self.inner = inner
+
+    def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
+        self.inner.write_kv(layer, key_NGW, value_NGW)
+
+    def attend(
+        self,
+        layer: int,
+        query_NHW: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return self.inner.attend(layer, query_NHW, scaling or query_NHW.shape[-1] ** -0.5)
+
+
 class Module(nn.Module):
     """One module. block: a decoder layer of the target's kind; place: of its keys in the slot cache."""
 
@@ -71,15 +92,9 @@ class Module(nn.Module):
         self.block = _layer(target, place)
         self.norm = _norm(target)
 
-    def forward(self, embedding_ND: Tensor, hidden_ND: Tensor, place: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        def window(module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: Any, *window_and_cap: Any) -> Tensor:
-            # a module looks at all that its row holds, and its scores have no cap, whatever the target's layers do
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            q, k = q.to(v.dtype), k.to(v.dtype)
-            return attend(module.layer_idx, q, k, v, scaling or q.shape[-1] ** -0.5).unsqueeze(0)
-
+    def forward(self, embedding_ND: Tensor, hidden_ND: Tensor, place: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         x = self.eh_proj(torch.cat([self.enorm(embedding_ND), self.hnorm(hidden_ND)], -1))
-        out = self.block(x.unsqueeze(0), position_embeddings=place, attention_mask=None, window=window)
+        out = self.block(x.unsqueeze(0), position_embeddings=place, attention_mask=None, attention=FullAttention(attention))
         return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
 
@@ -109,6 +124,15 @@ def _not_alone(target: CausalLM, error: Exception) -> ValueError:
 
 class MTP(AutoregressiveDrafter):
     name = "mtp"
+    facts = MethodFacts(
+        runs_model=True,
+        aliases=("*_mtp",),
+        train_script="mtp",
+        max_draft_key="num_modules",
+        one_is_no_limit=True,
+        serving={"vllm": Serving("mtp", "mtp"), "sglang": Serving("mtp", "NEXTN")},
+        served_in_target=True,
+    )
     objective_type = Objective
 
     def __init__(
@@ -156,14 +180,11 @@ class MTP(AutoregressiveDrafter):
 
     def prepare(self) -> None:
         super().prepare()
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            return query.new_zeros(*query.shape[:2], value.shape[2])
-
         try:  # once, with two tokens: what a layer is given here is not what every class wants
             with torch.no_grad():
                 state_ND = torch.zeros(2, self.target.hidden_size, dtype=self.dtype, device=self.target.device)
-                self.step(state_ND, state_ND, torch.arange(2, device=self.target.device), attend)
+                plan = unroll.plan(np.array([2]), np.ones(2, dtype=bool), 1)
+                self.step(state_ND, state_ND, torch.arange(2, device=self.target.device), unroll.UnrolledAttention(plan))
         except Exception as error:
             raise _not_alone(self.target, error) from None
 
@@ -189,7 +210,7 @@ class MTP(AutoregressiveDrafter):
         embedding_ND: Tensor,
         hidden_ND: Tensor,
         position_N: Tensor,
-        attend: Attend,
+        attention: Attention,
         rows: Tensor | None = None,
         module: int = 0,
     ) -> tuple[Tensor, Tensor]:
@@ -197,7 +218,7 @@ class MTP(AutoregressiveDrafter):
             return hidden_ND, hidden_ND
         if self.architecture.zero_first_embedding:
             embedding_ND = embedding_ND * (position_N > 0).unsqueeze(1).to(embedding_ND.dtype)
-        state = self.mtp[module](embedding_ND, hidden_ND, self.cos_sin(position_N), attend)
+        state = self.mtp[module](embedding_ND, hidden_ND, self.cos_sin(position_N), attention)
         feedback = state if self.architecture.hidden_feedback == "own" else hidden_ND
         return (state, feedback) if rows is None else (state[rows], feedback[rows])
 
@@ -283,18 +304,15 @@ class MTP(AutoregressiveDrafter):
     def num_steps(self, progress: float) -> int:
         return super().num_steps(progress) if len(self.mtp) == 1 else len(self.mtp)
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
         """A module for every token: each over all rows, since all are keys to those after them."""
         if len(self.mtp) == 1:
-            return super().unrolled(batch, plan, seed, attention)
+            return super().unrolled(batch, plan, seed, kernel)
         every = np.arange(len(plan.first_A))
         position_N, hidden, states = self._index(every - plan.first_A), self.fuse(batch.hidden(self.hidden_layers)), []
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            return attention(query, key, value, [], [], every, plan.first_A, scaling)
-
         for k, step in enumerate(plan.steps):
             # a row whose token would be of the next document is looked at by nobody
-            state, hidden = self.step(self.embed(batch.token_N.roll(-1 - k)), hidden, position_N, attend, module=k)
+            attention = unroll.UnrolledAttention(plan, kernel)
+            state, hidden = self.step(self.embed(batch.token_N.roll(-1 - k)), hidden, position_N, attention, module=k)
             states.append(state[self._index(step.rows)])
         return states

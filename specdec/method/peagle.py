@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import block, losses, unroll
 from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
@@ -39,6 +39,15 @@ class Objective(Depths):
 
 class PEagle(Eagle3):
     name = "peagle"
+    facts = MethodFacts(
+        runs_model=True,
+        parallel_of="eagle3",
+        parallel_only=True,
+        train_script="eagle",
+        mask_key="mask_token_id",
+        max_draft_key="num_depths",
+        serving={"speculators": Serving("speculators", "eagle3"), "vllm": Serving("raw_eagle3", "eagle3")},
+    )
     objective_type = Objective
     architecture_type = Architecture
 
@@ -109,11 +118,10 @@ class PEagle(Eagle3):
         plan: unroll.Plan = self.objective.plan(batch, num_steps, self.label_offset, seed)
         return plan
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, attention: Any = unroll.attention) -> list[Tensor]:
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
         """All depths in one pass: the rows of depth 0 are those of the whole batch, the keys of all others."""
         embedding, hidden = self.masks(block.num_masks(plan))
         embedding = torch.cat([self.embed(batch.token_N.roll(-1)), embedding])
         hidden = torch.cat([self.fuse(batch.hidden(self.hidden_layers)), hidden])
-        attend = block.in_depths(plan, attention)
-        state, _ = self.step(embedding, hidden, self._index(block.positions(plan)), attend)
+        state, _ = self.step(embedding, hidden, self._index(block.positions(plan)), block.DepthAttention(plan, kernel))
         return block.by_depth(state, plan)

@@ -20,13 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from specdec.checked import first_line
-from specdec.model.kv import ForwardBatch, SlotCache, UnsupportedModel, slot_attention
+from specdec.model.attention import Attention, SlotAttention, UnsupportedModel, attention_interface
+from specdec.model.kv import ForwardBatch, SlotCache
 from specdec.model.packed_linear import PackedLinear
 from specdec.model.tensor_parallel import ColumnParallelLinear
 
 ATTENTION, PROBE = "specdec", "specdec_probe"
-AttentionInterface.register(ATTENTION, slot_attention)
-AttentionInterface.register(PROBE, slot_attention)
+AttentionInterface.register(ATTENTION, attention_interface)
 
 NUM_TOKENS, NUM_FIRST = 8, 5  # tokens of the probe, and how many of them come in its first forward
 # arguments of the interface that change nothing
@@ -78,7 +78,25 @@ class Probe:
         self.masks[mask.data_ptr()] = mask, arguments["mask_function"]
         return mask
 
-    def note(
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        attention: Attention | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, None]:
+        """`attention_interface`, once the call is checked. Raises UnsupportedModel for what the slot cache would not do."""
+        if attention is not None:
+            self.check_call(module, query, key, value, attention_mask, sliding_window, unused)
+        return attention_interface(module, query, key, value, None, scaling, sliding_window, softcap, attention)
+
+    def check_call(
         self,
         module: nn.Module,
         query: Tensor,
@@ -88,7 +106,7 @@ class Probe:
         sliding_window: int | None,
         unused: dict[str, Any],
     ) -> None:
-        """One call of the interface. Raises UnsupportedModel for what the slot cache would not do."""
+        """Note a call of the interface. Raises UnsupportedModel for what the slot cache would not do."""
         layer = getattr(module, "layer_idx", None)
         if type(layer) is not int or layer < 0:
             raise UnsupportedModel(
@@ -159,6 +177,7 @@ def probe(
     cache = SlotCache([], dtype, device)
     cache.reserve(2, NUM_TOKENS)
     recorder = Probe(cache, most_positions=most_positions)
+    AttentionInterface.register(PROBE, recorder.attention)
     AttentionMaskInterface.register(PROBE, recorder.mask)
     token_N = torch.tensor(_tokens(config), device=device)
 
@@ -168,15 +187,15 @@ def probe(
         if not near and (exact or not gap <= _rounding(model, token_N)):
             raise UnsupportedModel(f"its logits differ by {gap:.0%} from those of transformers' own attention: {why}")
 
-    def forward(start: list[int], counts: list[int], probe: Probe | None, keep: Tensor | None = None) -> Tensor:
+    def forward(start: list[int], counts: list[int], logits_at_N: np.ndarray | None = None) -> Tensor:
         tokens = torch.cat([token_N[first : first + count] for first, count in zip(start, counts, strict=True)])
-        return call(model, tokens, ForwardBatch(cache, 0, np.array(start), np.array(counts), probe), keep)
+        return call(model, tokens, ForwardBatch(cache, 0, np.array(start), np.array(counts), logits_at_N=logits_at_N))
 
     try:
         with torch.no_grad():
             _use(model, PROBE)
             with ModuleTrace(model) as trace:
-                first = forward([0], [NUM_FIRST], recorder)
+                first = forward([0], [NUM_FIRST])
             layers = _layers(model, recorder.calls)
             if first.shape != (NUM_FIRST, config.vocab_size):
                 raise UnsupportedModel(
@@ -184,8 +203,9 @@ def probe(
                 )
             _use(model, ATTENTION)
             # the first row goes on from its cache, the second begins beside it; of some tokens nobody wants logits
-            keep = torch.arange(1, 2 * NUM_TOKENS - NUM_FIRST, device=device)
-            later = forward([NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], None, keep)
+            later = forward(
+                [NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], logits_at_N=np.arange(1, 2 * NUM_TOKENS - NUM_FIRST)
+            )
             reference = _reference(model, token_N, "eager")
             compare(first, reference[:NUM_FIRST], "its attention or its positions are made of more than the engine gives it")
             again = torch.cat([reference[NUM_FIRST:], reference])[1:]
@@ -200,17 +220,17 @@ def probe(
         transformers_logging.set_verbosity(loud)
 
 
-def call(model: Any, token_N: Tensor, window: ForwardBatch, keep: Tensor | None = None) -> Tensor:
-    """Logits [N, V] of one forward over the slot cache, or [len(keep), V] of the tokens at these places."""
+def call(model: Any, token_N: Tensor, batch: ForwardBatch) -> Tensor:
+    """Logits of one forward over the slot cache: [N, V], or of the batch's `logits_at_N` only."""
     logits: Tensor = model(
         input_ids=token_N.unsqueeze(0),
-        position_ids=window.slot_N.unsqueeze(0),
+        position_ids=batch.position_N.unsqueeze(0),
         use_cache=False,
-        logits_to_keep=0 if keep is None else keep,
-        window=window,
+        logits_to_keep=0 if batch.logits_at_N is None else batch.logits_at_N,
+        attention=SlotAttention(batch),
     ).logits[0]
-    if keep is not None and len(logits) != len(keep):  # some classes pass over `logits_to_keep`
-        return logits[keep]
+    if batch.logits_at_N is not None and len(logits) != len(batch.logits_at_N):  # some classes pass over `logits_to_keep`
+        return logits[batch.logits_at_N]
     return logits
 
 

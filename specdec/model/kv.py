@@ -1,29 +1,24 @@
-"""The slot cache: K and V as dense [rows, kv_heads, slots, head_dim] per layer, and the attention that reads it.
+"""The slot cache, K and V as dense [rows, kv_heads, slots, head_dim] per layer, and the tokens that one forward adds to it.
 
-A forward writes the tokens it processes at their positions and masks by position, so rolling back rejected tokens is
-*nothing*: the next forward overwrites them. The attention is registered with transformers under the name "specdec" and
-gets its `ForwardBatch` through the model's keyword arguments, the door that transformers keeps for serving engines; this file,
-`contract.py` and `target.py` are the only ones that know that interface.
+Three things about a token of a forward are apart: the slot that holds its K and V, its position (for RoPE and sliding
+windows), and which other tokens it sees. Rolling back rejected tokens costs nothing: their slots are hidden from the next
+forward, which overwrites them. `specdec.model.attention` reads and writes the cache.
 
-Two paddings make a row's numbers on the CPU the same bits in any company (checked in tests/test_target.py):
-the kernels take another path for fewer than 4 query rows, and sum the keys in another order when their count is not a
-multiple of 128, or leaves 256 over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a count
-that is neither.
+Padding makes a row's numbers on the CPU the same bits in any batch (checked in tests/test_target.py): the kernels take
+another path for fewer than 4 query rows, and sum the keys in another order when their count is not a multiple of 128, or leaves
+256 over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a count that is neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 SLOT_BLOCK = 128
-QUERY_BLOCK = 4
 
 
 def round_up(n: int) -> int:
@@ -38,20 +33,23 @@ class SlotCache:
     def __init__(self, layers: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         """layers: (kv_heads, head_dim) of each layer, or (kv_heads, width of keys, width of values)."""
         self.layers = [(heads, widths[0], widths[-1]) for heads, *widths in layers]
-        self.dtype, self.device = dtype, device
-        self.rows, self.slots = 0, 0
+        self.dtype = dtype
+        self.device = device
+        self.rows = 0
+        self.slots = 0
         self.key_RHSD: list[Tensor] = [torch.empty(0) for _ in layers]
         self.value_RHSD: list[Tensor] = [torch.empty(0) for _ in layers]
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
         """Bytes that growing to that size takes."""
-        per_slot = sum(heads * (of_key + of_value) for heads, of_key, of_value in self.layers) * self.dtype.itemsize
-        grown = max(rows, self.rows) * max(round_up(slots), self.slots)
-        return per_slot * (grown - self.rows * self.slots)
+        per_slot = sum(heads * (key_width + value_width) for heads, key_width, value_width in self.layers) * self.dtype.itemsize
+        size = max(rows, self.rows) * max(round_up(slots), self.slots)
+        return per_slot * (size - self.rows * self.slots)
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for that many rows and slots, keeping what is stored."""
-        rows, slots = max(rows, self.rows), max(round_up(slots), self.slots)
+        rows = max(rows, self.rows)
+        slots = max(round_up(slots), self.slots)
         if (rows, slots) == (self.rows, self.slots):
             return
         for which, store in enumerate((self.key_RHSD, self.value_RHSD)):
@@ -61,7 +59,8 @@ class SlotCache:
                 if self.rows:
                     grown[: self.rows, :, : self.slots] = store[i]
                 store[i] = grown
-        self.rows, self.slots = rows, slots
+        self.rows = rows
+        self.slots = slots
 
     def set_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
         """Give a layer its room, empty: heads, width of keys, width of values."""
@@ -69,9 +68,18 @@ class SlotCache:
             self.layers.append((0, 0, 0))
             self.key_RHSD.append(torch.empty(0))
             self.value_RHSD.append(torch.empty(0))
-        heads, *widths = self.layers[layer] = shape
+        self.layers[layer] = shape
+        heads, *widths = shape
         for store, width in zip((self.key_RHSD, self.value_RHSD), widths, strict=True):
             store[layer] = torch.zeros(self.rows, heads, self.slots, width, dtype=self.dtype, device=self.device)
+
+    def move(self, row_N: Tensor, from_slot_N: Tensor, to_slot_N: Tensor) -> None:
+        """Copy K and V from one slot to another of the same row, all at once: a slot may be both read and written.
+
+        The tensors are int64 on the device; entries with the same slot twice do nothing.
+        """
+        for stored in (*self.key_RHSD, *self.value_RHSD):
+            stored[row_N, :, to_slot_N] = stored[row_N, :, from_slot_N]  # the right side is read before the left is written
 
     def wipe(self) -> None:
         """Forget everything. After nan or inf was written somewhere: a masked slot that holds it spoils its row for ever."""
@@ -79,149 +87,164 @@ class SlotCache:
             stored.zero_()
 
 
-class UnsupportedModel(ValueError):
-    """A reason why a model cannot be decoded, to stand inside a line that names the model."""
+# ---------------------------------------------------------------- what a token of a forward sees
 
 
-@dataclass
+@dataclass(frozen=True)
+class Causal:
+    """Every slot of its row up to its own position. A token's slot is its position."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The row's slots before the forward's tokens, its ancestors among these, and itself. A chain has parents -1, 0, 1, ...
+
+    parent_BM: place of each token's parent among the row's tokens of the forward, before its own; -1: the token that the
+        forward continues. A token's position is one after its parent's. Entries beyond a row's length do not matter.
+    """
+
+    parent_BM: np.ndarray
+
+    def depth_BM(self) -> np.ndarray:
+        """Tokens between each token and the prefix."""
+        depth_BM = np.zeros_like(self.parent_BM)
+        rows = np.arange(len(depth_BM))
+        for m in range(depth_BM.shape[1]):
+            parent_B = self.parent_BM[:, m]
+            depth_BM[:, m] = np.where(parent_B < 0, 0, depth_BM[rows, parent_B] + 1)
+        return depth_BM
+
+    def visible_BMM(self) -> np.ndarray:
+        """Whether token m sees token n of its row: n is m, or an ancestor of m."""
+        rows, num_tokens = self.parent_BM.shape
+        visible_BMM = np.zeros((rows, num_tokens, num_tokens), dtype=bool)
+        row_B = np.arange(rows)
+        for m in range(num_tokens):
+            parent_B = self.parent_BM[:, m]
+            visible_BMM[:, m] = visible_BMM[row_B, parent_B] & (parent_B >= 0)[:, None]
+            visible_BMM[:, m, m] = True
+        return visible_BMM
+
+
+@dataclass(frozen=True)
+class Block:
+    """The row's slots before the forward's tokens, and all of these, in both directions."""
+
+
+Visibility = Causal | Tree | Block
+CAUSAL = Causal()
+
+
 class ForwardBatch:
-    """The tokens of one forward, laid end to end, and where they stand in the cache.
+    """The tokens of one forward, rows laid end to end: where they are stored, their positions, and what they see.
 
-    Rows first_row .. first_row + B - 1 take part; row b has length[b] tokens at positions start[b], start[b] + 1, ...
+    Made on the host, and sent to the device in one piece, `index`; a batch of the same `bucket` can be written over it, which
+    leaves every address as it is: what a captured CUDA graph needs.
+
+    cache: that the forward writes.
+    first_row: rows first_row .. first_row + B - 1 of the cache take part.
+    start_B: slots of each row that hold its prefix; its tokens come behind them.
+    length_B: tokens of each row, 0 or more.
+    visibility: what they see.
+    slot_BM: where they are stored; start, start + 1, ... unless given. Entries beyond a row's length do not matter.
+    logits_at_N: places among the tokens whose logits are wanted; None for all of them.
+    buffers: a batch of the same bucket, whose device memory is taken over.
     """
 
-    cache: SlotCache
-    first_row: int
-    start_B: np.ndarray
-    length_B: np.ndarray
-    probe: Any = None  # what takes down how a model calls the attention (`contract.Probe`)
-    row_N: Tensor = field(init=False)
-    slot_N: Tensor = field(init=False)
-    num_positions: int = field(init=False)  # M: tokens of the longest row
-    num_slots: int = field(init=False)
-    padded_N: Tensor | None = field(init=False, default=None)  # place of each token in the padded [B, M] layout
-    slice: tuple[int, int] | None = field(init=False, default=None)  # one row: its tokens are one stretch of slots
-    _bias: dict[tuple[int | None, int], Tensor] = field(init=False, default_factory=dict)
+    def __init__(
+        self,
+        cache: SlotCache,
+        first_row: int,
+        start_B: np.ndarray,
+        length_B: np.ndarray,
+        visibility: Visibility = CAUSAL,
+        slot_BM: np.ndarray | None = None,
+        logits_at_N: np.ndarray | None = None,
+        buffers: ForwardBatch | None = None,
+    ):
+        self.cache = cache
+        self.first_row = first_row
+        self.num_rows = len(start_B)
+        self.max_length = int(length_B.max())  # M
+        self.visibility = visibility
+        offset_M = np.arange(self.max_length)
+        position_BM = start_B[:, None] + (visibility.depth_BM() if isinstance(visibility, Tree) else offset_M)
+        if slot_BM is None:
+            slot_BM = start_B[:, None] + offset_M
+        in_use_BM = offset_M < length_B[:, None]
+        place_N = np.flatnonzero(in_use_BM)
+        slot_N = slot_BM.ravel()[place_N]
+        self.num_slots = round_up(max(int(start_B.max()), int(slot_N.max(initial=-1)) + 1))
+        self.is_padded = len(place_N) < in_use_BM.size  # some rows have fewer tokens than others
+        self.num_tokens = len(place_N)
+        assert self.num_slots <= cache.slots
+        assert first_row + self.num_rows <= cache.rows
 
-    def __post_init__(self) -> None:
-        device = self.cache.device
-        num_rows, self.num_positions = len(self.start_B), int(self.length_B.max())
-        self.num_slots = round_up(int((self.start_B + self.length_B).max()))
-        assert self.num_slots <= self.cache.slots
-        assert self.first_row + num_rows <= self.cache.rows
-        offset_BM = np.arange(self.num_positions)
-        slot_BM = self.start_B[:, None] + offset_BM
-        used_BM = offset_BM < self.length_B[:, None]
-        if used_BM.all():
-            row_N = np.repeat(np.arange(num_rows), self.num_positions)
-            slot_N = slot_BM.reshape(-1)
+        arrays = {
+            "row_N": first_row + place_N // self.max_length,
+            "slot_N": slot_N,
+            "position_N": position_BM.ravel()[place_N],
+            "padded_N": place_N if self.is_padded else place_N[:0],
+            "position_BM": position_BM,
+        }
+        if not isinstance(visibility, Causal):
+            arrays["start_B"] = start_B
+            # keys beyond a row's length go to a column that is cut off
+            arrays["slot_BM"] = np.where(in_use_BM, slot_BM, self.num_slots)
+            if isinstance(visibility, Tree):
+                arrays["visible_BMM"] = visibility.visible_BMM()
+        self.has_all_logits = logits_at_N is None
+        arrays["logits_at_N"] = np.zeros(0, dtype=np.int64) if logits_at_N is None else logits_at_N
+        self.bucket = (
+            first_row, self.num_slots, self.is_padded, self.has_all_logits, type(visibility),
+            tuple(array.shape for array in arrays.values()),
+        )  # fmt: skip
+        host = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()], dtype=np.int64))
+        if buffers is None:
+            self.index = host.to(cache.device, non_blocking=True)
         else:
-            row_N, slot_N = np.nonzero(used_BM)[0], slot_BM[used_BM]
-            self.padded_N = torch.from_numpy(np.nonzero(used_BM.reshape(-1))[0]).to(device, non_blocking=True)
-        if num_rows == 1:
-            self.slice = (int(self.start_B[0]), int(self.start_B[0] + self.length_B[0]))
-        self.row_N = torch.from_numpy(row_N + self.first_row).to(device, non_blocking=True)
-        self.slot_N = torch.from_numpy(slot_N).to(device, non_blocking=True)
-        self.slot_BM = torch.from_numpy(slot_BM).to(device, non_blocking=True)
+            assert buffers.bucket == self.bucket, "buffers are of one bucket"
+            self.index = buffers.index.copy_(host, non_blocking=True)
+        views = self.index.split([array.size for array in arrays.values()])
+        on_device = {name: x.view(array.shape) for (name, array), x in zip(arrays.items(), views, strict=True)}
+        self.row_N = on_device["row_N"]
+        self.slot_N = on_device["slot_N"]
+        self.position_N = on_device["position_N"]
+        self.padded_N = on_device["padded_N"]  # place of each token in [B, M], if is_padded
+        self.position_BM = on_device["position_BM"]
+        self.start_B = on_device.get("start_B")
+        self.slot_BM = on_device.get("slot_BM")
+        self.visible_BMM = on_device.get("visible_BMM")
+        self.logits_at_N = None if self.has_all_logits else on_device["logits_at_N"]
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.start_B)
+    def visible_BMS(self, sliding_window: int | None) -> Tensor:
+        """Whether each token sees each slot of its row.
 
-    def bias(self, sliding_window: int | None, group: int) -> Tensor:
-        """[B, 1, group * M padded, slots] additive mask: 0 where the query may look, the lowest float elsewhere.
-
-        A query sees the slots up to its own position, and of those the last `sliding_window`.
-        group: how many query heads share a KV head; their rows lie above each other.
+        sliding_window: leaves the keys at the last so many positions up to a token's own, and those at later ones.
         """
-        key = (sliding_window, group)
-        if key not in self._bias:
-            slot_S = torch.arange(self.num_slots, device=self.cache.device)
-            hidden_BMS = slot_S > self.slot_BM.unsqueeze(-1)
-            if sliding_window is not None:
-                hidden_BMS |= slot_S <= self.slot_BM.unsqueeze(-1) - sliding_window
-            bias = torch.zeros(hidden_BMS.shape, dtype=self.cache.dtype, device=self.cache.device)
-            bias = bias.masked_fill_(hidden_BMS, torch.finfo(self.cache.dtype).min).unsqueeze(1).repeat(1, 1, group, 1)
-            self._bias[key] = F.pad(bias, (0, 0, 0, -bias.shape[2] % QUERY_BLOCK))
-        return self._bias[key]
+        slot_S = torch.arange(self.num_slots, device=self.index.device)
+        position_BM1 = self.position_BM.unsqueeze(-1)
+        if isinstance(self.visibility, Causal):
+            visible_BMS = slot_S <= position_BM1
+            key_position_B1S = slot_S
+        else:
+            assert self.start_B is not None
+            assert self.slot_BM is not None
+            # one column more, for the tokens that rows do not have
+            slot_S = torch.arange(self.num_slots + 1, device=self.index.device)
+            shape = (self.num_rows, self.max_length, self.num_slots + 1)
+            visible_BMS = (slot_S < self.start_B[:, None, None]).expand(shape).clone()
+            slot_B1M = self.slot_BM.unsqueeze(1)
+            among_BMM = visible_BMS.new_ones(()) if self.visible_BMM is None else self.visible_BMM.bool()
+            index_BMM = slot_B1M.expand(-1, self.max_length, -1)
+            visible_BMS = visible_BMS.scatter_(2, index_BMM, among_BMM.expand(index_BMM.shape))[..., :-1]
+            key_position_B1S = slot_S.expand(self.num_rows, 1, -1).scatter(2, slot_B1M, self.position_BM.unsqueeze(1))[..., :-1]
+        if sliding_window is not None:
+            visible_BMS &= key_position_B1S > position_BM1 - sliding_window
+        return visible_BMS
 
 
-def slot_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    window: Any = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface over a SlotCache.
-
-    query: [1, heads, N, head_dim]; key, value: [1, kv_heads, N, head_dim]. Writes K and V to their slots, then attends
-    over the rows' slots. Query heads that share a KV head are folded into one matrix, so K and V are never repeated.
-    The result is contiguous, as that of transformers' own functions is: some models take a view of it.
-    window: the tokens of the forward; or, in training, what stands in for all of this. unused: arguments that change nothing
-    (`contract.py` refuses a model that gives others).
-    """
-    if callable(window):
-        return window(module, query, key, value, scaling, sliding_window, softcap).contiguous(), None
-    if window is None:
-        raise UnsupportedModel("the engine's arguments do not reach its attention")
-    if window.probe is not None:
-        window.probe.note(module, query, key, value, attention_mask, sliding_window, unused)
-    num_heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
-    group = num_heads // kv_heads
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    keys, values = window.cache.key_RHSD[layer], window.cache.value_RHSD[layer]
-    if window.slice is not None:
-        first, last = window.slice
-        keys[window.first_row, :, first:last] = key[0]
-        values[window.first_row, :, first:last] = value[0]
-    else:
-        keys[window.row_N, :, window.slot_N] = key[0].transpose(0, 1)
-        values[window.row_N, :, window.slot_N] = value[0].transpose(0, 1)
-    in_use = slice(window.first_row, window.first_row + window.num_rows)
-    keys, values = keys[in_use, :, : window.num_slots], values[in_use, :, : window.num_slots]
-
-    bias = window.bias(sliding_window, group)
-    folded = _fold(query, window, kv_heads)
-    num_queries, padding = folded.shape[2], bias.shape[2] - folded.shape[2]
-    if padding:
-        folded = F.pad(folded, (0, 0, 0, padding))
-    if softcap is None:
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
-    else:
-        scores = torch.matmul(folded, keys.transpose(2, 3)).float() * (scaling or width**-0.5)
-        scores = torch.tanh(scores / softcap) * softcap + bias
-        out = torch.matmul(scores.softmax(-1).to(values.dtype), values)
-    return _unfold(out[:, :, :num_queries] if padding else out, window, num_heads).contiguous(), None
-
-
-def _fold(query: Tensor, window: ForwardBatch, kv_heads: int) -> Tensor:
-    """[1, heads, N, D] -> [B, kv_heads, group * M, D]: rows apart, and query heads that share a KV head above each other."""
-    _, num_heads, _, width = query.shape
-    rows, m = window.num_rows, window.num_positions
-    if rows == 1:  # the same as below, in one operation
-        return query.reshape(1, kv_heads, -1, width)
-    query = query[0]
-    if window.padded_N is not None:
-        query = query.new_zeros(num_heads, rows * m, width).index_copy_(1, window.padded_N, query)
-    return query.view(kv_heads, -1, rows, m, width).permute(2, 0, 1, 3, 4).reshape(rows, kv_heads, -1, width)
-
-
-def _unfold(out: Tensor, window: ForwardBatch, num_heads: int) -> Tensor:
-    """[B, kv_heads, group * M, D] -> [1, N, heads, D], what transformers expects."""
-    rows, kv_heads, _, width = out.shape
-    m = window.num_positions
-    if rows == 1:
-        return out.reshape(1, num_heads, m, width).transpose(1, 2)
-    out = out.reshape(rows, kv_heads, -1, m, width).permute(0, 3, 1, 2, 4).reshape(rows * m, num_heads, width)
-    if window.padded_N is not None:
-        out = out[window.padded_N]
-    return out.unsqueeze(0)
+# ---------------------------------------------------------------- ragged rows
 
 
 def pack_ragged(x_BJ: Tensor, count_B: np.ndarray) -> Tensor:

@@ -20,9 +20,10 @@ from transformers.utils import logging as transformers_logging
 from specdec import hub
 from specdec.checked import first_line, nearest
 from specdec.model import contract, packed_linear, tensor_parallel
+from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import ATTENTION, Contract
 from specdec.model.distributed import SINGLE, ProcessGroup
-from specdec.model.kv import ForwardBatch, SlotCache, UnsupportedModel
+from specdec.model.kv import CAUSAL, ForwardBatch, SlotCache, Visibility
 
 transformers_logging.disable_progress_bar()  # loading is quick; the bars that matter are the run's
 
@@ -199,7 +200,39 @@ class CausalLM:
         """For this process's own heads, where those are cut among several."""
         return SlotCache(self.contract.kv_shapes, self.dtype, self.device)
 
+    def plan(
+        self,
+        cache: SlotCache,
+        start_B: np.ndarray,
+        length_B: np.ndarray,
+        first_row: int = 0,
+        last_only: bool = False,
+        logits_at_N: np.ndarray | None = None,
+        visibility: Visibility = CAUSAL,
+        slot_BM: np.ndarray | None = None,
+        buffers: ForwardBatch | None = None,
+    ) -> ForwardBatch:
+        """The host's part of a forward. The other arguments are those of `ForwardBatch`.
+
+        last_only: logits of each row's last token only; of a row without tokens, those of some other token.
+        """
+        if last_only:
+            logits_at_N = (np.cumsum(length_B) - 1).clip(0)
+        return ForwardBatch(cache, first_row, start_B, length_B, visibility, slot_BM, logits_at_N, buffers)
+
     @torch.inference_mode()
+    def run(self, token_N: Tensor, batch: ForwardBatch, hidden_layers: tuple[int, ...] = ()) -> Output:
+        """The device's part of a forward: process the tokens of a plan and keep their K and V in its cache.
+
+        token_N: int64 on the device, the rows' tokens end to end.
+        hidden_layers: id i taps what enters layer i (its residual stream), id `num_layers` what leaves the last one, before the
+            final norm: the ids of vLLM's EAGLE-3.
+        """
+        self._tap(hidden_layers)
+        logits = contract.call(self.model, token_N, batch)
+        hidden_NTD = torch.stack([self._taps[layer][0] for layer in hidden_layers], 1) if hidden_layers else None
+        return Output(logits, hidden_NTD)
+
     def forward(
         self,
         cache: SlotCache,
@@ -209,26 +242,13 @@ class CausalLM:
         first_row: int = 0,
         last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
-        keep: np.ndarray | None = None,
+        logits_at_N: np.ndarray | None = None,
+        visibility: Visibility = CAUSAL,
+        slot_BM: np.ndarray | None = None,
     ) -> Output:
-        """Process each row's tokens at its positions and keep their K and V in the cache.
-
-        token_N: int64 on the device, the rows' tokens end to end; start_B, length_B: on the host, where each row's tokens
-        begin and how many there are (0 is allowed); rows first_row ... of the cache. last_only: logits of each row's last
-        token only; of a row without tokens, those of some other token. keep: places among the tokens, for logits of these
-        only. hidden_layers: id i taps what enters layer i (its residual stream), id `num_layers` what leaves the last one,
-        before the final norm: the ids of vLLM's EAGLE-3.
-        """
-        window = ForwardBatch(cache, first_row, start_B, length_B)
-        self._tap(hidden_layers)
-        if last_only:
-            keep = (np.cumsum(length_B) - 1).clip(0)
-        places = None if keep is None else torch.from_numpy(keep).to(self.device, non_blocking=True)
-        logits = contract.call(self.model, token_N, window, places)
-        hidden_NTD = None
-        if hidden_layers:
-            hidden_NTD = torch.stack([self._taps[layer][0] for layer in hidden_layers], 1)
-        return Output(logits, hidden_NTD)
+        """`plan` and `run`."""
+        batch = self.plan(cache, start_B, length_B, first_row, last_only, logits_at_N, visibility, slot_BM)
+        return self.run(token_N, batch, hidden_layers)
 
     def prefill(
         self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()

@@ -31,7 +31,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Request
 from specdec.drafter import unroll
 from specdec.drafter.batch import Batch
-from specdec.method.draft_model import DraftModel, Init, masked_attention
+from specdec.method.draft_model import DraftModel, Init
 from specdec.method.pard import Pard
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -231,7 +231,7 @@ def test_the_attention_of_training_is_that_of_its_twin(kind: str, variant: str) 
     unrolled = trained.unrolled
     trained.unrolled = lambda batch, plan, seed: unrolled(batch, plan, seed, unroll.attention_reference)
     close(ours, gradients(trained, batch), 1e-5)
-    trained.unrolled = lambda batch, plan, seed: unrolled(batch, plan, seed, masked_attention(None, None))
+    trained.unrolled = lambda batch, plan, seed: unrolled(batch, plan, seed, unroll.masked_attention(None, None))
     close(ours, gradients(trained, batch), 1e-5)
 
 
@@ -531,7 +531,7 @@ def fed(proposer: Any, prompts_: list[list[int]], committed: list[list[int]], ma
     forward = proposer.model.forward
 
     def watching(cache_: Any, token_N: Tensor, start_B: np.ndarray, length_B: np.ndarray, **more: Any) -> Any:
-        calls.append((token_N.tolist(), start_B.tolist(), more["keep"].tolist()))
+        calls.append((token_N.tolist(), start_B.tolist(), more["logits_at_N"].tolist()))
         return forward(cache_, token_N, start_B, length_B, **more)
 
     proposer.reserve(2, 64)
@@ -710,7 +710,7 @@ def test_a_parallel_one_that_learns_to_draft_token_by_token_is_no_parallel_one(t
     parallel = Pard.init_checkpoint(target, LAYERS | {"pard_token": MASK}, Init())
     parallel.config["num_depths"] = K
     causal_lm.save(tmp_path, parallel, target.path, {}, "")
-    assert causal_lm.read(str(tmp_path)).config["pard_token"] == MASK
+    assert causal_lm.load(str(tmp_path)).config["pard_token"] == MASK
     config = DraftModel.load_checkpoint(target, str(tmp_path), None).config
     assert config["pard_token"] is None
     assert "num_depths" not in config

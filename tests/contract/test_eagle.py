@@ -227,12 +227,9 @@ def test_a_step_is_its_formula(variant: str) -> None:
             want = words.eagle3(embedding, hidden_NTD)
         else:
             want = words.eagle(embedding, trained.target.final_norm(hidden_NTD[:, -1]))
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, count: int = count) -> Tensor:
-            zeros = np.zeros(count, dtype=np.int64)
-            return unroll.attention_reference(query, key, value, [], [], np.arange(count), zeros, scaling)
-
-        states = trained.step(trained.embed(batch.token_N[1:]), trained.fuse(hidden_NTD), torch.arange(count), attend)
+        plan = unroll.plan(np.array([count]), np.ones(count, dtype=bool), 1)
+        attention = unroll.UnrolledAttention(plan, unroll.attention_reference)
+        states = trained.step(trained.embed(batch.token_N[1:]), trained.fuse(hidden_NTD), torch.arange(count), attention)
         close(states, want, 1e-4)
         head = words.tensors.get("lm_head.weight", trained.target.head_rows()[0])
         close(trained.draft_logits(states[0]), want[0] @ head.t(), 1e-4)
@@ -249,7 +246,7 @@ def test_the_loss_is_the_readable_one(variant: str, monkeypatch: pytest.MonkeyPa
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     ours = gradients(trained, batch)
     monkeypatch.setattr(losses, "distill", losses.distill_reference)
-    monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, attention=unroll.attention_reference))
+    monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, kernel=unroll.attention_reference))
     close(ours, gradients(trained, batch), 1e-5)
 
 

@@ -16,38 +16,20 @@ import pytest
 
 from specdec import config, method, rejection
 from specdec.config import CONF, read
-from specdec.llm import SpeculativeConfig
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training import loop
+from support.tree import MODULES, PACKAGE, ROOT, SCRIPTS, TESTS, YAMLS, imports, module_name, short
 
-ROOT = CONF.parent
-PACKAGE = ROOT / "specdec"
-MODULES = sorted(PACKAGE.rglob("*.py"))
-SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).rglob("*.py"))
 MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML file
-YAMLS = sorted(CONF.glob("*/*.yaml"))
 
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "files", "chat", "params", "core", "sampling", "rejection", "lock", "hub", "model", "script", "engine", "policy",
-    "checkpoint", "drafter", "measure.stats", "training.samples", "training.data", "training.features", "method", "llm", "measure", "training",
-    "config", "training.recipe",
+    "checked", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script", "engine",
+    "policy", "checkpoint", "drafter", "measure.stats", "training.samples", "training.data", "training.features", "method", "speculative_config",
+    "measure", "training", "config", "training.recipe", "llm",
 )  # fmt: skip
-
-
-def short(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, full dotted name) of everything that a file imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{short(path)}:{node.lineno}: a relative import hides where it leads"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def place(name: str) -> str | None:
@@ -57,10 +39,6 @@ def place(name: str) -> str | None:
         return None
     inner = parts[1:]
     return next((entry for n in range(len(inner), 0, -1) if (entry := ".".join(inner[:n])) in ORDER), inner[0])
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 # ------------------------------------------------------------------------------------------------ imports
@@ -97,6 +75,13 @@ def test_the_library_never_imports_a_script_or_a_test() -> None:
     for path in MODULES:
         for line, name in imports(path):
             assert name.split(".")[0] not in scripts, f"{short(path)}:{line} imports {name}"
+
+
+def test_no_test_file_imports_another() -> None:
+    """What two of them need is in tests/support."""
+    for path in TESTS:
+        for line, name in imports(path):
+            assert not name.startswith(("test_", "conftest")), f"{short(path)}:{line} imports {name}"
 
 
 def test_hydra_is_imported_by_config_and_scripts_only() -> None:

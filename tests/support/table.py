@@ -164,7 +164,7 @@ class TableLM(CausalLM):
         first_row: int = 0,
         last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
-        keep: np.ndarray | None = None,
+        logits_at_N: np.ndarray | None = None,
     ) -> Output:
         token_N = token_N.numpy()
         assert len(token_N) == length_B.sum() > 0
@@ -184,7 +184,7 @@ class TableLM(CausalLM):
         last_N = seen_NS[each_N, slot_N]
         before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
 
-        keep_N = each_N if keep is None else keep
+        keep_N = each_N if logits_at_N is None else logits_at_N
         if last_only:  # of a row without tokens, some other token, as CausalLM has it
             keep_N = (np.cumsum(length_B) - 1).clip(0)
         logits = self._logits(before_N[keep_N], last_N[keep_N], slot_N[keep_N])
@@ -345,7 +345,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             ]
         },
     },
-    "custom_class": {"own-law": _K | {"model": "support.table.OwnLaw"}, "ragged": _K | {"model": "table.Ragged"}},
+    "custom_class": {"own-law": _K | {"model": "support.table.OwnLaw"}, "ragged": _K | {"model": "support.table.Ragged"}},
 }
 
 

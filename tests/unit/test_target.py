@@ -17,8 +17,9 @@ from specdec.checkpoint import causal_lm
 from specdec.core import Request
 from specdec.drafter.base import Init
 from specdec.engine import Engine
+from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import Probe
-from specdec.model.kv import SlotCache, UnsupportedModel
+from specdec.model.kv import SlotCache
 from specdec.model.packed_linear import PackedLinear, can_pack
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -205,7 +206,7 @@ def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
 ) -> None:
     target = CausalLM("tiny", "float32", "cpu")
     own = method.find("draft_model")
-    checkpoint = causal_lm.read(longrope)
+    checkpoint = causal_lm.load(longrope)
     target.vocab_size = 320
     drafter: Any = own(target, checkpoint, 2)  # type: ignore[call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())
@@ -275,9 +276,9 @@ def test_a_model_that_widens_its_logits_is_taken_in_16_bits(dtype: str, tmp_path
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda attention, q, k, v, **more: attention(q, k, v, **{**more, "scaling": 2 * more["scaling"]}),
-        lambda attention, q, k, v, **more: attention(q, k, v.roll(1, 2), **more),
-        lambda attention, q, k, v, **more: (attention(q, k, v, **more)[0] + v.mean(2).repeat(1, 2, 1).unsqueeze(1), None),
+        lambda interface, q, k, v, **more: interface(q, k, v, **{**more, "scaling": 2 * more["scaling"]}),
+        lambda interface, q, k, v, **more: interface(q, k, v.roll(1, 2), **more),
+        lambda interface, q, k, v, **more: (interface(q, k, v, **more)[0] + v.mean(2).repeat(1, 2, 1).unsqueeze(1), None),
     ],
     ids=["another scale", "another token's values", "the mean of all tokens"],
 )
@@ -288,13 +289,13 @@ def test_what_attention_does_beside_the_interface_is_found(
     from transformers import AttentionInterface
 
     from specdec.model import contract
-    from specdec.model.kv import slot_attention
+    from specdec.model.attention import attention_interface
 
     def broken(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **more: Any) -> Any:
-        def attention(q: Any, k: Any, v: Any, **rest: Any) -> Any:
-            return slot_attention(module, q, k, v, attention_mask, **rest)
+        def interface(q: Any, k: Any, v: Any, **rest: Any) -> Any:
+            return attention_interface(module, q, k, v, attention_mask, **rest)
 
-        return break_it(attention, query, key, value, **more)
+        return break_it(interface, query, key, value, **more)
 
     for name in (contract.ATTENTION, contract.PROBE):
         monkeypatch.setitem(AttentionInterface._global_mapping, name, broken)

@@ -1,0 +1,156 @@
+"""The attention of a forward, as an object that models are handed: `write_kv` stores keys and values, `attend` reads them.
+
+It reaches a transformers model through the keyword argument `attention` of its forward, the door that transformers keeps for
+serving engines: `attention_interface` is registered as an attention implementation and calls the object. Our own drafter layers
+call it directly. This file, `contract.py` and `target.py` are the only ones that know the interface of transformers.
+
+Letters: H query heads, G key heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.model.kv import ForwardBatch
+
+QUERY_BLOCK = 4
+
+
+class UnsupportedModel(ValueError):
+    """A reason why a model cannot be decoded, to be put into a line that names the model."""
+
+
+class Attention(Protocol):
+    """How a layer's tokens read each other. Tensors are [tokens, heads, width]."""
+
+    def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
+        """Store keys and values of the forward's tokens."""
+
+    def attend(
+        self,
+        layer: int,
+        query_NHW: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """[N, H, width of values] of what the queries read.
+
+        scaling: factor of the scores, W ** -0.5 unless given.
+        sliding_window: how many positions, its own included, a token looks back.
+        softcap: bends the scores to softcap * tanh(score / softcap).
+        """
+        ...
+
+
+class SlotAttention:
+    """Attention of the tokens of one forward over their rows' slots. It has to be made anew for every forward."""
+
+    def __init__(self, batch: ForwardBatch):
+        self.batch = batch
+        self.cache = batch.cache
+        self._bias: dict[tuple[int | None, int], Tensor] = {}
+
+    def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
+        batch = self.batch
+        for stored_RGSW, new_NGW in ((self.cache.key_RHSD[layer], key_NGW), (self.cache.value_RHSD[layer], value_NGW)):
+            if batch.num_rows == 1:  # the same as below, faster
+                stored_RGSW[batch.first_row].index_copy_(1, batch.slot_N, new_NGW.transpose(0, 1))
+            else:
+                stored_RGSW[batch.row_N, :, batch.slot_N] = new_NGW
+
+    def attend(
+        self,
+        layer: int,
+        query_NHW: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Query heads that share a KV head are folded into one matrix, so K and V are never repeated."""
+        batch = self.batch
+        rows = slice(batch.first_row, batch.first_row + batch.num_rows)
+        keys = self.cache.key_RHSD[layer][rows, :, : batch.num_slots]
+        values = self.cache.value_RHSD[layer][rows, :, : batch.num_slots]
+        num_heads = query_NHW.shape[1]
+        kv_heads = keys.shape[1]
+        bias = self._bias_of(sliding_window, num_heads // kv_heads)
+        folded = _fold(query_NHW.transpose(0, 1), batch, kv_heads)
+        num_queries = folded.shape[2]
+        padding = bias.shape[2] - num_queries
+        if padding:
+            folded = F.pad(folded, (0, 0, 0, padding))
+        if softcap is None:
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
+        else:
+            scores = torch.matmul(folded, keys.transpose(2, 3)).float() * (scaling or query_NHW.shape[2] ** -0.5)
+            scores = torch.tanh(scores / softcap) * softcap + bias
+            out = torch.matmul(scores.softmax(-1).to(values.dtype), values)
+        return _unfold(out[:, :, :num_queries] if padding else out, batch, num_heads)
+
+    def _bias_of(self, sliding_window: int | None, group: int) -> Tensor:
+        """[B, 1, group * M padded, slots] additive mask: 0 where the query may look, the lowest float elsewhere.
+
+        group: how many query heads share a KV head; their rows lie above each other.
+        """
+        key = (sliding_window, group)
+        if key not in self._bias:
+            visible_BMS = self.batch.visible_BMS(sliding_window)
+            bias = torch.zeros(visible_BMS.shape, dtype=self.cache.dtype, device=self.cache.device)
+            bias = bias.masked_fill_(~visible_BMS, torch.finfo(self.cache.dtype).min).unsqueeze(1).repeat(1, 1, group, 1)
+            self._bias[key] = F.pad(bias, (0, 0, 0, -bias.shape[2] % QUERY_BLOCK))
+        return self._bias[key]
+
+
+def _fold(query_HNW: Tensor, batch: ForwardBatch, kv_heads: int) -> Tensor:
+    """[H, N, W] -> [B, G, group * M, W]: rows apart, and query heads that share a KV head above each other."""
+    num_heads, _, width = query_HNW.shape
+    rows = batch.num_rows
+    length = batch.max_length
+    if rows == 1:  # the same as below, in one operation
+        return query_HNW.reshape(1, kv_heads, -1, width)
+    if batch.is_padded:
+        query_HNW = query_HNW.new_zeros(num_heads, rows * length, width).index_copy_(1, batch.padded_N, query_HNW)
+    return query_HNW.view(kv_heads, -1, rows, length, width).permute(2, 0, 1, 3, 4).reshape(rows, kv_heads, -1, width)
+
+
+def _unfold(out: Tensor, batch: ForwardBatch, num_heads: int) -> Tensor:
+    """[B, G, group * M, W] -> [N, H, W]."""
+    rows, kv_heads, _, width = out.shape
+    length = batch.max_length
+    if rows == 1:
+        return out.reshape(num_heads, length, width).transpose(0, 1)
+    out = out.reshape(rows, kv_heads, -1, length, width).permute(0, 3, 1, 2, 4).reshape(rows * length, num_heads, width)
+    return out[batch.padded_N] if batch.is_padded else out
+
+
+def attention_interface(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention: Attention | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface, answered by the forward's attention object.
+
+    query: [1, H, N, W]; key, value: [1, G, N, W].
+    attention: the object that the model's forward was called with.
+    unused: arguments that change nothing (`contract.py` refuses a model that gives others).
+    Returns [1, N, H, W], contiguous as that of transformers' own functions is: some models take a view of it.
+    """
+    if attention is None:
+        raise UnsupportedModel("the engine's arguments do not reach its attention")
+    # rotary embeddings are float32 in some models, and under autocast
+    query_NHW, key_NGW, value_NGW = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    attention.write_kv(layer, key_NGW, value_NGW)
+    return attention.attend(layer, query_NHW, scaling, sliding_window, softcap).contiguous().unsqueeze(0), None
