@@ -81,7 +81,7 @@ def run(cfg: dict[str, Any]) -> None:
         "seed": cfg["seed"],
     }
     rows = begin(out, header, cfg["resume"])
-    script.keeps(out, resumes=True)
+    script.has_results(out, resumes=True)
     done = {row["id"] for row in rows.rows[1:]}
 
     with console.progress(len(chosen), answers=len(done)) as advance:
@@ -261,7 +261,7 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     how = {"target": engine.target.name, "target_weights": hub.weights_digest(engine.target.path)}
     how |= {"synthesize": {**given, "count": None}, "seed": cfg["seed"]}
     rows = begin(path, how, cfg["resume"])
-    script.keeps(path, resumes=True)
+    script.has_results(path, resumes=True)
     seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
     number = len(rows.rows) - 1
     with console.progress(given["count"], prompts=len(seen)) as advance:

@@ -26,7 +26,9 @@ from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
 from specdec.params import SamplingParams
 from specdec.training import data, features, loop
+from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
+from specdec.training.settings import Settings
 
 # what a run may be resumed with other values of
 FREE = (
@@ -62,7 +64,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     if "geometry" in architecture:
         architecture["geometry"] = architecture["geometry"] or {}
     objective = drafter_class.objective_type(**recipe.pop("objective"))
-    settings = loop.Settings(**recipe)
+    settings = Settings(**recipe)
     SamplingParams(max_tokens=cfg["eval"]["max_tokens"])
     at_least("seed", cfg["seed"], 0)
     at_least("data.held_out", cfg["data"]["held_out"], 0)
@@ -144,17 +146,17 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         if loaded.skipped:
             records.write_json(out_dir / "left_out.json", loaded.skipped_at)
     processes.wait_for_everyone()
-    prompts = loop.prompts_of(held_out, cfg["eval"]["num_prompts"])
+    prompts = prompts_of(held_out, cfg["eval"]["num_prompts"])
 
     def evaluate(saved: Path) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
         proposer = method.build(name, target, model=str(saved), **asked)
-        return loop.acceptance(
+        return acceptance(
             target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
         )
 
     metrics = logger.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
-    with console.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+    with console.training_progress(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
             assert metrics is not None

@@ -98,6 +98,18 @@ PAIRS = [(name, engine) for name, variant in VARIANTS.items() for engine in vari
 EAGLE3_DEEP = {"num_hidden_layers": 24}  # a target whose default layers the engines would guess
 
 
+@pytest.mark.parametrize("name", checkpoint.formats())
+def test_a_format_declares_everything(name: str) -> None:
+    module = checkpoint.formats()[name]
+    protocol = checkpoint.Format
+    expected = {key for key in (*vars(protocol), *protocol.__annotations__) if not key.startswith("_")}
+    assert expected <= set(vars(module))
+    for kind, engines in module.WRITES.items():
+        assert method.is_trained(kind)
+        assert set(engines.values()) <= set(lint.ENGINES)
+        assert all(checkpoint.format_for(kind, engine) is module for engine in engines), "another format is written for it"
+
+
 @cache
 def loaded(name: str = "tiny-llama") -> CausalLM:
     return CausalLM(name, "float32", "cpu")

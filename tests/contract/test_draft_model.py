@@ -37,8 +37,9 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import data
 from specdec.training.features import OnlineFeatures, TokenSource
-from specdec.training.loop import Settings, fit
+from specdec.training.loop import fit
 from specdec.training.samples import Sample, mask_token
+from specdec.training.settings import Settings
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import SAMPLES, close, decode, gradients, plain, prompts, sample
 from support.methods import context

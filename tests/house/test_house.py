@@ -18,7 +18,7 @@ from specdec import config, method, rejection
 from specdec.config import CONF, read
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training import loop
+from specdec.training.settings import Settings
 from support.tree import MODULES, PACKAGE, ROOT, SCRIPTS, TESTS, YAMLS, imports, module_name, short
 
 MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML file
@@ -245,7 +245,7 @@ def test_costs_depend_on_sampling_parameters_that_there_are() -> None:
 
 
 def test_train_has_the_keys_of_its_class() -> None:
-    assert set(read(CONF / "train.yaml")["train"]) == set(loop.Settings.model_fields)
+    assert set(read(CONF / "train.yaml")["train"]) == set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
@@ -260,7 +260,7 @@ def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
         given = set(recipe.get(key, {}))
         known = set(record.model_fields)
         assert given == known if whole else given <= known, key
-    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(loop.Settings.model_fields)
+    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("group", ["data", "task", "logger", "model"])

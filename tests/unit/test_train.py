@@ -34,14 +34,17 @@ from specdec.core import Request
 from specdec.drafter import unroll
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch
+from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.measure import stats
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training import data, loop
+from specdec.training import data, loop, state
+from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.features import OnlineFeatures
-from specdec.training.loop import Settings, fit
+from specdec.training.loop import fit
 from specdec.training.samples import Sample, batch_indices, split_validation
+from specdec.training.settings import Settings
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, Done, call, contents, ended, rows_of
 from support.drafters import REDUCED
 from support.targets import loaded
@@ -592,7 +595,7 @@ def kill_at(patch: pytest.MonkeyPatch, place: int) -> list[str]:
     for owner, names in (
         (Path, ("mkdir", "rename", "replace", "write_text", "symlink_to")),
         (shutil, ("rmtree",)),
-        (loop, ("save_file",)),
+        (state, ("save_file",)),
         (native, ("save_file",)),
     ):
         for name in names:
@@ -740,7 +743,7 @@ def test_half_a_checkpoint_is_cleaned_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("IoError: No space left")])
-@pytest.mark.parametrize("module", [loop, native], ids=["state", "weights"])
+@pytest.mark.parametrize("module", [state, native], ids=["state", "weights"])
 def test_a_full_disk(module: Any, error: Exception, tmp_path: Path) -> None:
     """One line; nothing half under a final name; what was there loads, and goes on once there is room."""
 
@@ -852,7 +855,7 @@ def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) 
     rows = rows_of(out_dir / "metrics.jsonl")
     path = next(word for word in arguments if word.startswith("data.path=")).partition("=")[2]
     read = data.load(path, target.tokenizer, target.vocab_size, 2048, None, "train")
-    prompts = loop.prompts_of(split_validation(read.samples, 4)[1], 2)
+    prompts = prompts_of(split_validation(read.samples, 4)[1], 2)
     for prompt, own in zip(prompts, split_validation(read.samples, 4)[1], strict=False):
         assert prompt == own.token_n[: len(prompt)].tolist()
         assert own.mask_n[len(prompt)]
@@ -864,7 +867,7 @@ def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) 
     done = engine.run([Request(f"r{i}", ids, params) for i, ids in enumerate(prompts)])
     pooled = stats.pool([request.stats for request in done])
     proposer = method.build("eagle3", target, model=checkpoint, num_speculative_tokens=3)
-    found = loop.acceptance(target, proposer, rejection.build("standard"), prompts, 8)
+    found = acceptance(target, proposer, rejection.build("standard"), prompts, 8)
     assert {"mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position"} <= set(found)
     for key, value in found.items():
         assert value == pooled[key]
@@ -1340,7 +1343,7 @@ def test_checkpoints_that_do_not_fit(trained: Fitted, tmp_path: Path) -> None:
 
 def test_what_nobody_asked_for_is_none_in_the_metrics() -> None:
     """Training on the data's tokens alone makes no law of the target: NaN is no JSON."""
-    row = loop.per_step([[2.0, 1.0, float("nan"), 4.0, 1.0, 4.0, 4.0]])
+    row = LossSums.from_table(torch.tensor([[2.0, 1.0, float("nan"), 4.0, 1.0, 4.0, 4.0]])).metrics()
     assert row["one_minus_tv"] == [None]
     assert (row["step_loss"], row["accuracy"]) == ([0.5], [0.25])
     json.dumps(row, allow_nan=False)
