@@ -12,6 +12,7 @@ prints the table, for people and in Markdown.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,7 @@ from specdec import script
 
 if TYPE_CHECKING:
     from specdec.config.pages import Choose, Rejection
-
-PLAIN = "none"
+from specdec.params import PLAIN
 
 
 def run(cfg: Choose) -> dict[str, Any]:
@@ -33,10 +33,11 @@ def run(cfg: Choose) -> dict[str, Any]:
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
+    from specdec.measure.report.table import markdown
     from specdec.policy import cost_table, profiling
 
     params = cfg.sampling
-    settings = {name: parse(name, given, cfg.rejection) for name, given in entries(cfg).items()}
+    plans = {name: parse(name, given, cfg.rejection) for name, given in entries(cfg).items()}
     levels = serving.parse_rates(cfg.rates)
     chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
     out_dir, rows = Path(cfg.out_dir), cfg.max_batch_size
@@ -45,9 +46,9 @@ def run(cfg: Choose) -> dict[str, Any]:
 
     target = cfg.model.load()
     built, engines = {}, {}
-    for name, speculative in settings.items():
+    for name, plan in plans.items():
         try:
-            built[name] = speculative.build(target)
+            built[name] = plan.build(target)
             engines[name] = Engine(target, *built[name], **cfg.engine)
             tasks.prepare(engines[name], chosen, params)
         except ValueError as error:
@@ -74,14 +75,16 @@ def run(cfg: Choose) -> dict[str, Any]:
     tables = cost_table.share_verification(tables)
     for name, table in tables.items():
         table.save(path := out_dir / f"cost-{name}.json")
-        if settings[name].decides and settings[name].cost_table is None:
-            settings[name] = settings[name].model_copy(update={"cost_table": str(path)})
+        plan = plans[name]
+        if plan.policy.needs_costs and plan.policy.cost_table is None:
+            given = plan.config.model_copy(update={"cost_table": str(path)})
+            plans[name] = replace(plan, config=given, policy=replace(plan.policy, cost_table=table))
 
     def afresh() -> None:
         """Nothing that a method learned counts twice: the same prompts come again."""
         for name, (proposer, _) in built.items():
             getattr(proposer, "reset", lambda: None)()
-            engines[name].policy = settings[name].policy(target, proposer, rows)
+            engines[name].policy = plans[name].policy.build(target, proposer, rows)
 
     capacity = None
     if any(not isinstance(level, str) for level in levels):
@@ -106,7 +109,7 @@ def run(cfg: Choose) -> dict[str, Any]:
                         "run": name,
                         "rate": str(level),
                         "round": number,
-                        "method": settings[name].resolved_method,
+                        "method": plans[name].method,
                         "rejection": built[name][1].name,
                         "num_speculative_tokens": built[name][0].num_speculative_tokens,
                         "lossless": built[name][1].lossless,
@@ -127,10 +130,10 @@ def run(cfg: Choose) -> dict[str, Any]:
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
         outputs, said = run_report.lossless_verdict(verifier, params.greedy, *merged)
         found[name] = {
-            "method": settings[name].resolved_method,
-            "speculative_config": settings[name].model_dump(exclude_none=True),
+            "method": plans[name].method,
+            "speculative_config": plans[name].config.as_dict(),
             "num_speculative_tokens": proposer.num_speculative_tokens,
-            "num_speculative_tokens_said": describe_k(settings[name], proposer.num_speculative_tokens),
+            "num_speculative_tokens_said": describe_k(plans[name].config, proposer.num_speculative_tokens),
             "lossless": verifier.lossless,
             "outputs": outputs,
             "outputs_said": said,
@@ -140,7 +143,7 @@ def run(cfg: Choose) -> dict[str, Any]:
             "at": at,
         }
     low, high = measured[levels[0]], measured[levels[-1]]
-    latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
+    latency = {name: ([1.0] * len(record.timings), record.end_to_end()) for name, record in low.items()}
     throughput = {name: work_and_seconds(record, stats.engine_seconds) for name, record in high.items()}
     has_own_cpu = target.device.type == "cpu"
     verdicts = {
@@ -150,7 +153,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     busy = {}
     if has_own_cpu:
         for level in levels:
-            shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in measured[level].items()}
+            shares = {name: stats.wall_over_cpu([one.stats for one in own.timings]) for name, own in measured[level].items()}
             busy[str(level)] = stats.busy_reasons({}, shares)
     summary = identity | {
         "plain": PLAIN,
@@ -167,7 +170,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg.task.name}"
     choose_report.plot_choose(summary, title, out_dir / "choose.png")
     console.show(*choose_report.choose_tables(summary, title), "")
-    print(console.markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
+    print(markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
     console.show(*verdicts.values())
     for level, reasons in busy.items():
         if reasons:
@@ -188,7 +191,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
     seconds = sum(step.draft_s + step.verify_s for step in record.steps)
     predicted = cost_table.predicted_seconds(record.steps, table)
     emitted = sum(int(step.emitted_B.sum()) for step in record.steps)
-    return stats.serving_metrics(record.served) | {
+    return stats.serving_metrics(record.timings) | {
         "decode_tokens_per_s": emitted / seconds if seconds else None,
         "predicted_tokens_per_s": emitted / predicted if predicted else None,
         "measured_over_predicted": predicted / seconds if seconds else None,
@@ -197,7 +200,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
 
 def work_and_seconds(record: Any, seconds_of: Any) -> tuple[list[float], list[float]]:
     """Output tokens of each request, and the engine's time that it accounts for: `seconds_of` its statistics."""
-    return record.each(lambda one: one.num_output_tokens), record.each(lambda one: seconds_of(one.stats))
+    return record.by_request(lambda one: one.num_output_tokens), record.by_request(lambda one: seconds_of(one.stats))
 
 
 def gain(base: Any, own: Any, seconds_of: Any) -> dict[str, float]:
@@ -242,7 +245,7 @@ def entries(cfg: Choose) -> dict[str, dict[str, Any]]:
     from specdec import config, method
     from specdec.checked import nearest
 
-    known = [name for name in method.names() if name != "extract_hidden_states"]
+    known = [name for name in method.names() if name == PLAIN or method.facts(name).drafts]
     given, checkpoints = cfg.methods, cfg.checkpoints or {}
     for key, names in (("methods", given), ("checkpoints", checkpoints)):
         for name in names:
@@ -264,7 +267,7 @@ def entries(cfg: Choose) -> dict[str, dict[str, Any]]:
 
     found = {name: settings(name) for name in dict.fromkeys([PLAIN, *given, *checkpoints])}
     for name in given:
-        if name in ("eagle", "eagle3", "peagle", "mlp", "pard") and "model" not in found[name]:
+        if "model" in method.required(name) and "model" not in found[name]:
             raise ValueError(f"methods: {name!r} drafts with a trained drafter; give checkpoints={{{name}: DIR}}")
     for name, own in (cfg.runs or {}).items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)) or name in found:
@@ -281,16 +284,16 @@ def entries(cfg: Choose) -> dict[str, dict[str, Any]]:
 
 def parse(name: str, given: dict[str, Any], rejection: Rejection) -> Any:
     """A run's object under the rejection scheme of all; plain decoding has no draft to judge."""
-    from specdec.llm import SpeculativeConfig
+    from specdec.speculative_config import SpeculativeConfig
 
     scheme = {key: value for key, value in rejection.settings.items() if value is not None}
     own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection.name, **given}
     try:
-        parsed = SpeculativeConfig.parse(own)
-        parsed.check()
+        plan = SpeculativeConfig.parse(own).resolve()
+        plan.check_processes(1)
     except ValueError as error:
         raise ValueError(f"run {name!r}: {error}") from None
-    return parsed
+    return plan
 
 
 def describe_k(settings: Any, most: int) -> str:

@@ -27,32 +27,32 @@ def run(cfg: Load) -> dict[str, Any]:
 
     from specdec import config
     from specdec.engine import Engine
-    from specdec.measure import logger, records, serving, stats, tasks
+    from specdec.measure import arrivals, logger, records, serving, stats, tasks
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
 
-    params, speculative = cfg.sampling, cfg.speculative()
-    name, scheme = speculative.resolved_method, speculative.rejection_sample_method
-    speculative.check()
+    params, plan = cfg.sampling, cfg.plan()
+    name, scheme = plan.method, plan.scheme
+    plan.check_processes(1)
     chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
-    coming = serving.arrivals(cfg.arrivals, cfg.request_rate, cfg.trace, cfg.num_requests, len(chosen), cfg.seed)
+    coming = arrivals.make_arrivals(cfg.arrivals, cfg.request_rate, cfg.trace, cfg.num_requests, len(chosen), cfg.seed)
     out_dir = Path(cfg.out_dir)
     records.reserve(out_dir, resume=False, resumes=False)
     torch.set_num_threads(cfg.num_threads or 1)
 
     target = cfg.model.load()
-    proposer, verifier = speculative.build(target)
+    proposer, verifier = plan.build(target)
     engine = Engine(target, proposer, verifier, **cfg.engine)
-    for _, request, _ in serving.requests(target, chosen, coming, params, cfg.seed):
+    for _, request, _ in arrivals.make_requests(target, chosen, coming, params, cfg.seed):
         engine.check(request)
     longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
-    engine.policy = speculative.policy(target, proposer, cfg.max_batch_size)
+    engine.policy = plan.policy.build(target, proposer, cfg.max_batch_size)
     identity = records.run_identity(target, chosen, params, cfg.seed, scheme) | {
         "method": name,
-        "speculative_config": speculative.model_dump(exclude_none=True),
+        "speculative_config": plan.config.as_dict(),
         **{key: getattr(cfg, key) for key in ("arrivals", "trace", "num_requests")},
         "request_rate": str(cfg.request_rate),
         **cfg.engine,
@@ -72,7 +72,7 @@ def run(cfg: Load) -> dict[str, Any]:
     task_of: dict[str, tasks.Task] = {}
 
     def timed() -> Any:
-        for arrival_s, request, task in serving.requests(target, chosen, coming, params, cfg.seed):
+        for arrival_s, request, task in arrivals.make_requests(target, chosen, coming, params, cfg.seed):
             task_of[request.id] = task
             yield arrival_s, request
 
@@ -103,7 +103,7 @@ def run(cfg: Load) -> dict[str, Any]:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(exit_code)
     changing = cfg.arrivals == "poisson" and isinstance(cfg.request_rate, list)
-    rates = serving.phases(cfg.request_rate) if changing else []
+    rates = arrivals.parse_request_rate(cfg.request_rate) if changing else []
     edges = list(accumulate(seconds for seconds, _ in rates))
     phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg.num_requests)
     busy = sum(turn["wall_s"] for turn in records.rows_in(out_dir / "steps.jsonl"))
@@ -129,7 +129,7 @@ def run(cfg: Load) -> dict[str, Any]:
     if reasons := stats.busy_reasons({}, {name: share}):
         console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
-        console.show(f"lossless: NO, {verifier.name} does not keep the target's law")
+        console.show(f"lossless: NO, {verifier.name} does not preserve the target's distribution")
     if cfg.logger.name == "wandb":
         logged = list(records.rows_in(out_dir / "requests.jsonl"))
         where = logger.to_wandb(config.plain(cfg), logged, summary | {"categories": phases}, [plot])

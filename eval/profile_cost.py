@@ -30,16 +30,16 @@ def run(cfg: ProfileCost) -> None:
     from specdec.measure.report import cost as cost_report
     from specdec.policy import cost_table, profiling
 
-    speculative, params = cfg.speculative(), cfg.sampling
-    name = speculative.resolved_method
-    speculative.check()
+    plan, params = cfg.plan(), cfg.sampling
+    name = plan.method
+    plan.check_processes(1)
     out_dir = Path(cfg.out_dir)
     records.reserve(out_dir, resume=False, resumes=False)
     before = None if cfg.acceptance is None else read_run(Path(cfg.acceptance), name)
     torch.set_num_threads(cfg.num_threads or 1)
 
     target = cfg.model.load()
-    proposer, _ = speculative.build(target)
+    proposer, _ = plan.build(target)
     most = proposer.num_speculative_tokens
     dtype = str(target.dtype).removeprefix("torch.")
     for key, value in (("target", target.name), ("dtype", dtype)):

@@ -38,10 +38,10 @@ def run(cfg: Eval) -> dict[str, Any]:
     from specdec.policy import profiling
 
     # everything that a typo can break comes before the weights
-    params, speculative = cfg.sampling, cfg.speculative()
-    name, scheme = speculative.resolved_method, speculative.rejection_sample_method
+    params, plan = cfg.sampling, cfg.plan()
+    name, scheme = plan.method, plan.scheme
     size, started = cfg.tensor_parallel_size, distributed.num_started()
-    speculative.check(size)
+    plan.check_processes(size)
     chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
     out_dir = Path(cfg.out_dir)
     records.reserve(out_dir, cfg.resume)
@@ -51,23 +51,23 @@ def run(cfg: Eval) -> dict[str, Any]:
         raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
     processes = distributed.join(size, choose_device(cfg.model.device))
     target = cfg.model.load(processes=processes)
-    proposer, verifier = speculative.build(target)
+    proposer, verifier = plan.build(target)
     identity = records.run_identity(target, chosen, params, cfg.seed, scheme) | {
         "method": name,
-        "speculative_config": speculative.model_dump(exclude_none=True),
-        "drafter_weights": records.drafter_weights(speculative),
+        "speculative_config": plan.config.as_dict(),
+        "drafter_weights": records.drafter_weights(plan),
         "tensor_parallel_size": size,
         **cfg.engine,
     }
     passes = [(out_dir / "requests.jsonl", proposer, verifier)]
-    if cfg.baseline and name != "none":
-        passes.insert(0, (out_dir / "baseline.jsonl", method.build("none", target), rejection.build("standard")))
+    if cfg.baseline and name != method.PLAIN:
+        passes.insert(0, (out_dir / "baseline.jsonl", method.build(method.PLAIN, target), rejection.build("standard")))
     cache = target.new_cache()
     engines = [Engine(target, own, judge, cache=cache, **cfg.engine) for _, own, judge in passes]
-    engines[-1].policy = speculative.policy(target, proposer, cfg.max_batch_size)
+    engines[-1].policy = plan.policy.build(target, proposer, cfg.max_batch_size)
     for engine in engines:
         tasks.prepare(engine, chosen, params)
-    names = ["none", name][-len(passes) :]
+    names = [method.PLAIN, name][-len(passes) :]
     recorded: list[records.JsonlFile] = []
     if processes.is_main:  # of several processes with the same answers, one writes
         records.claim(out_dir, cfg.resume, identity)

@@ -103,7 +103,7 @@ def first_mistake(
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    limit = first["msg"].removeprefix("Input should be ")
+    limit = "not empty" if first["type"] == "string_pattern_mismatch" else first["msg"].removeprefix("Input should be ")
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "missing" and record is not None:
         return f"{prefix}{name} is missing; give {prefix}{name}=..."
@@ -128,5 +128,6 @@ def _description(field: FieldInfo) -> str | None:
     for option in options:
         for metadata in getattr(option, "__metadata__", ()):
             if isinstance(metadata, FieldInfo) and metadata.description is not None:
-                return f"{metadata.description}, or null" if type(None) in options else metadata.description
+                kind, semicolon, hint = metadata.description.partition(";")
+                return f"{kind}{', or null' if type(None) in options else ''}{semicolon}{hint}"
     return None

@@ -11,9 +11,10 @@ Letters of their laws: p is the target's, q is the drafter's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -239,8 +240,57 @@ class Context:
         return torch.tensor(values, dtype=torch.float32, device=self.last_token_B.device)
 
 
+@dataclass(frozen=True)
+class MethodFacts:
+    """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as `facts`,
+    so that no module outside specdec.method names a method.
+
+    drafts: false for a method that never drafts a token
+    composes: it takes `proposers`, a list of other methods with their settings, and assigns a model to one of them
+    runs_model: its drafts cost time, as those of a model do; a lookup's cost next to nothing
+    model_hint: the fix in the error line about a missing `model`; unless given, the script that trains one
+    model_spellings: values of `model` that mean this method, where no method is given
+    name_marks: words of a hub id that mean this method, where no method is given
+    aliases: other names of the method, as patterns of fnmatch
+    parallel_of: the method that is this one under `parallel_drafting`
+    parallel_only: its drafters cannot draft token by token
+    train_script: stem of the script in train/ that trains its drafters; None: there is nothing to train
+    mask_key: key of a checkpoint's config with the token whose embedding stands for tokens that are not known yet
+    max_draft_key: key of a checkpoint's config with the most tokens of a draft
+    one_is_no_limit: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
+    drafts_max: as many tokens as `max_draft_key` says is also the usual number
+    serving: by engine, its name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
+    served_in_target: the drafter is part of the target's own checkpoint where it is served
+    """
+
+    drafts: bool = True
+    composes: bool = False
+    runs_model: bool = False
+    model_hint: str | None = None
+    model_spellings: tuple[str, ...] = ()
+    name_marks: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    parallel_of: str | None = None
+    parallel_only: bool = False
+    train_script: str | None = None
+    mask_key: str | None = None
+    max_draft_key: str | None = None
+    one_is_no_limit: bool = False
+    drafts_max: bool = False
+    serving: Mapping[str, str] = field(default_factory=dict)
+    served_in_target: bool = False
+
+
 class Proposer(Protocol):
     """Drafts tokens. It owns its state and repairs it from the context; nobody calls an update."""
+
+    facts: ClassVar[MethodFacts]
+
+    @classmethod
+    def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
+        """Settings that its YAML leaves to the user, with which it drafts for this target: what the contract tests and eval/prove.py
+        use. directory: an empty one, for an untrained checkpoint or for what it writes."""
+        ...
 
     num_speculative_tokens: int
     hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
@@ -311,6 +361,12 @@ class FixedLengthPolicy:
 
 class StatelessProposer:
     """Defaults for a proposer that keeps no cache and asks nothing of the target."""
+
+    facts: ClassVar[MethodFacts] = MethodFacts()
+
+    @classmethod
+    def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
+        return {}
 
     num_speculative_tokens = 0
     hidden_layers: tuple[int, ...] = ()

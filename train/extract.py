@@ -29,6 +29,7 @@ def run(cfg: Extract) -> None:
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
     from specdec.training import data, features
+    from specdec.training.samples import fingerprint
 
     out_dir = Path(cfg.out_dir)
     if not cfg.dry_run:
@@ -49,7 +50,7 @@ def run(cfg: Extract) -> None:
     if cfg.dry_run:
         return
     identity = features.identity(target, source.layers, cfg.model.revision)
-    own = {"data": data.fingerprint(loaded.samples), "layer_ids": list(source.layers)}
+    own = {"data": fingerprint(loaded.samples), "layer_ids": list(source.layers)}
     own["target_weights"] = hub.weights_digest(target.path)
     records.claim(out_dir, cfg.resume, own)
     config.save(cfg, out_dir / "config.yaml")

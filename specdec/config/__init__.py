@@ -109,12 +109,12 @@ def _record(page: str, composed: DictConfig) -> Any:
 
 def _name_by_object(composed: DictConfig) -> None:
     """The groups name what speculative_config names, so that the run's name and its saved config are true."""
-    from specdec.llm import SpeculativeConfig
+    from specdec.speculative_config import SpeculativeConfig
 
     values: Any = OmegaConf.to_container(composed, resolve=True)
     speculative = SpeculativeConfig.parse(values["speculative_config"])
     with open_dict(composed):
-        composed.method = {"name": speculative.resolved_method}
+        composed.method = {"name": speculative.infer_method()}
         composed.rejection = {"name": speculative.rejection_sample_method}
 
 

@@ -124,7 +124,7 @@ def _parse(settings: list[str], multirun: bool) -> list[Override]:
             raise ValueError(f"{setting}: several values are a sweep; say -m, or put a list in brackets")
     keys = [override.key_or_group for override in overrides]
     if "speculative_config" in keys:
-        from specdec.llm import POLICY_KEYS
+        from specdec.speculative_config import POLICY_KEYS
 
         for key in keys:
             if key.split(".")[0] in ("method", "rejection", *POLICY_KEYS):

@@ -13,12 +13,12 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_
 
 from specdec.checked import Checked, first_mistake, nearest
 from specdec.config import CONF, read
-from specdec.llm import POLICY_KEYS, SpeculativeConfig
 from specdec.measure.logger import Logger
 from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.loop import Settings
+from specdec.speculative_config import POLICY_KEYS, SpeculativeConfig, SpeculativePlan
+from specdec.training.settings import Settings
 
 # ------------------------------------------------------------------------------------------------ values
 
@@ -169,9 +169,7 @@ class Data(Checked):
     split: Text
     max_length: Annotated[int, Field(ge=3, description="a number from 3 on (a token is supervised)")] | None
     limit: Count | None
-    supervise: Annotated[
-        Literal["generated", "all"], Field(description="generated (what the target writes) or all (every token)")
-    ]
+    supervise: Literal["generated", "all"]
     held_out: Number
     template_kwargs: Mapping | None
 
@@ -261,14 +259,14 @@ class Decoding(Run):
             raise ValueError(f"checkpoint={checkpoint}: method {chosen['name']!r} takes none; leave method= out")
         return values | {"method": chosen | {"model": checkpoint}}
 
-    def speculative(self) -> SpeculativeConfig:
-        """The object of `--speculative-config`: as given, or made of the groups. Raises ValueError for what it refuses."""
+    def plan(self) -> SpeculativePlan:
+        """What speculative_config or the groups mean. Raises ValueError for what cannot work with any target."""
         if self.speculative_config is not None:
-            return SpeculativeConfig.parse(self.speculative_config)
+            return SpeculativeConfig.parse(self.speculative_config).resolve()
         policy = {key: value for key in POLICY_KEYS if (value := getattr(self, key, None)) not in (None, False)}
-        settings = {key: value for key, value in (self.method.settings | self.rejection.settings | policy).items()}
+        settings = self.method.settings | self.rejection.settings | policy
         names = {"method": self.method.name, "rejection_sample_method": self.rejection.name}
-        return SpeculativeConfig.parse({key: value for key, value in settings.items() if value is not None} | names)
+        return SpeculativeConfig(**{key: value for key, value in settings.items() if value is not None} | names).resolve()
 
 
 class Serving(Decoding):
@@ -396,7 +394,7 @@ class Extract(Run):
     model: Model
     data: Data
     layer_ids: Numbers | None
-    layout: Annotated[Literal["shards", "vllm"], Field(description="shards or vllm")]
+    layout: Literal["shards", "vllm"]
     shard_mb: Annotated[int, Field(ge=0, description="the size of a file, or 0 for a file per sample")]
     dry_run: Flag
 
@@ -422,9 +420,7 @@ class Share(Checked):
 
     checkpoint: Text | None
     revision: Text | None
-    format: Annotated[
-        Literal["vllm", "sglang", "speculators", "native"], Field(description="one of vllm, sglang, speculators, native")
-    ]
+    format: Literal["vllm", "sglang", "speculators", "native"]
     out: PathText | None
     dtype: Text | None
     target: Text | None

@@ -5,6 +5,7 @@ from a first random draw to a checkpoint. `specdec.drafter.autoregressive` adds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Request
 from specdec.drafter import losses
-from specdec.drafter.trainable import TrainableDrafter
+from specdec.drafter.trainable import UnrolledDrafter
 from specdec.model import packed_linear
 from specdec.model.target import CausalLM
 
@@ -76,7 +77,7 @@ def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> Non
         raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
 
 
-class Drafter(TrainableDrafter):
+class Drafter(UnrolledDrafter):
     """Settings as in vLLM. model: the directory of a checkpoint, a hub id, or a Checkpoint; draft_sample_method: `greedy`
     (argmax at every temperature) or `probabilistic` (drawn at the request's temperature, the law recorded); max_model_len:
     positions that a row may take, beyond which it is not drafted for.
@@ -87,7 +88,6 @@ class Drafter(TrainableDrafter):
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
     return_confidence = False
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
     std = 0.02  # of matrices that are drawn at random
@@ -283,6 +283,16 @@ class Drafter(TrainableDrafter):
     # ---------------------------------------------------------------- at rest
 
     @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        native.save(directory, cls.example_checkpoint(target), {}, "")
+        return {"model": str(directory)}
+
+    @classmethod
+    def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
+        """An untrained drafter that reaches as much of the method's code as one can."""
+        return cls.init_checkpoint(target, {}, Init())
+
+    @classmethod
     def init_checkpoint(
         cls, target: CausalLM, architecture: dict[str, Any], init: Init, vocab_ids: np.ndarray | None = None, seed: int = 0
     ) -> Checkpoint:
@@ -319,7 +329,7 @@ class Drafter(TrainableDrafter):
     def for_training(
         self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False
     ) -> None:
-        """float32 masters that gradients reach. feature_sample: [tokens, T, D] target states to scale features by; warm_start: the
+        """float32 masters that gradients reach. feature_sample: [tokens, T, D] target states to scale by; warm_start: the
         weights were trained before, so what is prepared must leave the function as it is."""
         self.objective = objective
         self.float().requires_grad_(True)

@@ -45,7 +45,7 @@ class Logger(Checked):
 
 
 class Metrics:
-    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. Rows that a resumed run makes again
+    """metrics.jsonl of a training run, and the same numbers in W&B if the logger says so. Rows that a resumed run writes again
     replace the old ones."""
 
     def __init__(self, out_dir: Path, cfg: dict[str, Any]):
@@ -87,10 +87,7 @@ def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def to_wandb(cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]) -> str:
-    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went.
-
-    cfg: the run's config, with the group `logger`
-    """
+    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
     import wandb
 
     run, mode = _wandb_run(cfg, job_type="eval")

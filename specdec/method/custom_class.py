@@ -21,12 +21,14 @@ import numpy as np
 import torch
 
 from specdec.checked import first_line
-from specdec.core import Context, Draft, Request, StatelessProposer, draft_from_lists
+from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer, draft_from_lists
 from specdec.model.target import CausalLM
 
 
 class CustomClass(StatelessProposer):
     """Wraps the user's object: fills in what it leaves out, and checks and trims what it drafts."""
+
+    facts = MethodFacts(runs_model=True, model_hint="give the dotted path of your class, 'package.module.Class'")
 
     def __init__(self, target: CausalLM, model: str, num_speculative_tokens: int):
         if num_speculative_tokens < 1:

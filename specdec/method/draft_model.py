@@ -26,11 +26,11 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, MethodFacts, Request
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
 from specdec.drafter.batch import Batch
-from specdec.drafter.trainable import TrainableDrafter
+from specdec.drafter.trainable import OneStepObjective, UnrolledDrafter
 from specdec.model.contract import decoder_of
 from specdec.model.distributed import SINGLE
 from specdec.model.kv import pack_ragged
@@ -85,24 +85,14 @@ class Init(Checked):
     train_embedding: bool = True
 
 
-class Objective(Checked):
-    """loss: weights of nll (the token that the target said) and of ce, kl, tv (its law), over the whole vocabulary. With nll
-    alone the target never runs."""
-
-    what: ClassVar[str] = "train.objective key"
+class Objective(OneStepObjective):
+    """loss: weights of nll (the likelihood of the data) and of ce, kl, tv (the target's distribution), over the whole
+    vocabulary. With nll alone the target never runs."""
 
     loss: losses.Terms = Field({"nll": 1.0})
 
-    mask_outside_vocab: ClassVar[bool] = False
 
-    def steps_at(self, progress: float) -> int:
-        return 1
-
-    def weights(self, num_steps: int) -> list[float]:
-        return [1.0]
-
-
-class DraftModel(TrainableDrafter):
+class DraftModel(UnrolledDrafter):
     """Settings as in vLLM.
 
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
@@ -114,6 +104,13 @@ class DraftModel(TrainableDrafter):
     """
 
     name: ClassVar[str] = "draft_model"
+    facts = MethodFacts(
+        runs_model=True,
+        model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+        "(use_heterogeneous_vocab=true: with another)",
+        train_script="draft_model",
+        serving={"vllm": "draft_model", "sglang": "STANDALONE"},
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
@@ -122,7 +119,6 @@ class DraftModel(TrainableDrafter):
     return_confidence = False
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     label_offset = 1
 
     def __init__(
@@ -256,7 +252,7 @@ class DraftModel(TrainableDrafter):
         embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        names = [causal_lm.named(self.lm, part) for part in self.outside]
+        names = [causal_lm.module_name(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
         self.scale_draft_logits, bias = None, head.bias
         if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
@@ -310,8 +306,12 @@ class DraftModel(TrainableDrafter):
     # ---------------------------------------------------------------- at rest
 
     @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        return {"model": str(target.path)}
+
+    @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
-        checkpoint = causal_lm.read(name, revision, cls.name)
+        checkpoint = causal_lm.load(name, revision, cls.name)
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.checked import Checked
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import MethodFacts
 from specdec.drafter.autoregressive import AttentionLayer, AutoregressiveDrafter, Geometry, Layer
+from specdec.drafter.base import Init
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
@@ -95,7 +98,17 @@ class FirstLayer(nn.Module):
 
 class Eagle3(AutoregressiveDrafter):
     name = "eagle3"
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("eagle3",),
+        train_script="eagle",
+        serving={"vllm": "eagle3", "sglang": "EAGLE3"},
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
+
+    @classmethod
+    def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
+        return cls.init_checkpoint(target, {}, Init(), vocab_ids=np.arange(60, 200))
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from specdec.checked import nearest
-from specdec.core import Context, Draft, Request, StatelessProposer
+from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.model.target import CausalLM
 from specdec.training import features
-from specdec.training.data import Sample
 from specdec.training.features import Features
+from specdec.training.samples import Sample
 
 
 class ExtractHiddenStates(StatelessProposer):
@@ -28,6 +28,13 @@ class ExtractHiddenStates(StatelessProposer):
     draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}; shared_storage_path: the directory;
     include_output_tokens: write the answer too, but for its last token, which the target never processes.
     """
+
+    facts = MethodFacts(drafts=False)
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}}
+        return {"draft_model_config": layers, "shared_storage_path": str(directory)}
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec import method
-from specdec.core import Context, Draft, Proposer, Request, StatelessProposer
+from specdec.core import Context, Draft, MethodFacts, Proposer, Request, StatelessProposer
 from specdec.engine import MAX_PENDING_STATES
 from specdec.model.target import CausalLM
 
@@ -33,26 +34,31 @@ class Hybrid(StatelessProposer):
     Raises ValueError, one line, for parts that cannot be.
     """
 
+    facts = MethodFacts(composes=True)
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        drafter: Any = method.find("eagle3")
+        settings: dict[str, Any] = drafter.example_settings(target, directory)
+        return settings
+
     def __init__(
         self, target: CausalLM, proposers: list[dict[str, Any]], num_speculative_tokens: int, model: Any | None = None
     ) -> None:
-        proposers = with_model(proposers, model)
+        proposers = self.assign_model(proposers, model)
         self.num_speculative_tokens = num_speculative_tokens
         names = [own["method"] for own in proposers]
         self.parts = tuple(
             name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}" for place, name in enumerate(names)
         )
         self.components: list[Component] = []
-        self.takes_model = ["model" in method.settings(name) for name in names]
+        self.runs_model = [method.facts(name).runs_model for name in names]
         for place, own in enumerate(proposers):
             settings = dict(own)
             name, most = settings.pop("method"), settings.get("num_speculative_tokens")
-            refuse(name)
             try:
                 if most is None:
                     proposer = method.build_up_to(num_speculative_tokens, name, target, **settings)
-                elif most > num_speculative_tokens:
-                    raise ValueError(f"num_speculative_tokens={most} is over the whole's {num_speculative_tokens}; lower it")
                 else:
                     proposer = method.build(name, target, **settings)
             except ValueError as error:
@@ -61,6 +67,26 @@ class Hybrid(StatelessProposer):
         self.vocab_size = target.vocab_size
         self.last_R: dict[int, Component] = {}  # who made the row's last draft
         self.compose()
+
+    @staticmethod
+    def assign_model(proposers: list[dict[str, Any]], model: Any | None = None) -> list[dict[str, Any]]:
+        """The proposers' settings without those that are None, the model in the one that takes a model and names none. Raises
+        ValueError if there is none such, or several."""
+        if not proposers:
+            raise ValueError("proposers=[]: method 'hybrid' needs at least one; give their methods, in order")
+        assigned = [{key: value for key, value in given.items() if value is not None} for given in proposers]
+        if model is None:
+            return assigned
+
+        def takes_model(name: str | None) -> bool:  # without a method, its model says which it is
+            return name not in method.names() or "model" in method.settings(name)
+
+        without = [given for given in assigned if "model" not in given and takes_model(given.get("method"))]
+        if len(without) != 1:
+            found = f"{len(without)} parts take a model and name none" if without else "no part takes a model and names none"
+            raise ValueError(f"model={model} of method 'hybrid': {found}; write the model into its part")
+        without[0]["model"] = model
+        return assigned
 
     def compose(self) -> None:
         """What follows from the parts."""
@@ -78,8 +104,8 @@ class Hybrid(StatelessProposer):
 
     @property
     def cost_proposer(self) -> Proposer | None:
-        """The part whose drafts take time: the last that takes a model."""
-        learned = [turn.proposer for turn, model in zip(self.components, self.takes_model, strict=True) if model]
+        """The part whose drafts take time: the last that runs a model."""
+        learned = [turn.proposer for turn, model in zip(self.components, self.runs_model, strict=True) if model]
         return learned[-1] if learned else None
 
     @property
@@ -250,31 +276,3 @@ def _of(draft: Draft, place_B: np.ndarray) -> Draft:
     confidence_BKF = None if draft.confidence_BKF is None else draft.confidence_BKF[there_B]
     finite_BK = None if draft.finite_BK is None else draft.finite_BK[there_B]
     return Draft(draft.token_BK[there_B], draft.length_B[at_B], q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
-
-
-def refuse(name: str | None) -> None:
-    """Raises ValueError for a method that can be no part."""
-    if name == "hybrid":
-        raise ValueError("a hybrid inside a hybrid; write its parts into the list itself")
-    if name in ("none", "extract_hidden_states"):
-        raise ValueError(f"method {name!r} drafts nothing; leave it out")
-
-
-def with_model(proposers: list[dict[str, Any]], model: Any | None = None) -> list[dict[str, Any]]:
-    """The parts' settings without those that are None, the model in the one part that takes one and names none. Raises
-    ValueError if there is no such part, or several."""
-    if not proposers:
-        raise ValueError("proposers=[]: method 'hybrid' needs at least one part; give their methods, in order")
-    given = [{key: value for key, value in own.items() if value is not None} for own in proposers]
-    if model is None:
-        return given
-
-    def takes_model(name: str | None) -> bool:  # a part without a method is what its model says
-        return name not in method.names() or "model" in method.settings(name)
-
-    without = [own for own in given if "model" not in own and takes_model(own.get("method"))]
-    if len(without) != 1:
-        found = f"{len(without)} parts take a model and name none" if without else "no part takes a model and names none"
-        raise ValueError(f"model={model} of method 'hybrid': {found}; write the model into its part")
-    without[0]["model"] = model
-    return given

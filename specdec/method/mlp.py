@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Drafter, empty_draft
 from specdec.drafter.batch import Batch
@@ -73,6 +73,15 @@ def rms(x: Tensor) -> Tensor:
 
 class MLP(Drafter):
     name = "mlp"
+    facts = MethodFacts(
+        runs_model=True,
+        aliases=("mlp_speculator",),
+        train_script="mlp",
+        max_draft_key="n_predict",
+        drafts_max=True,
+        serving={"vllm": "mlp_speculator"},
+    )
+    architecture_type = Architecture
     objective_type = Objective
 
     @classmethod
@@ -161,7 +170,7 @@ class MLP(Drafter):
         state, states = self.first_state(batch.hidden(self.hidden_layers)[rows]), []
         for k, step in enumerate(plan.steps):
             if k and len(step.rows) < len(state):
-                state = state[self._index(step.kept)]
+                state = state[self._index(step.from_prev)]
             state = self.step(k, state, batch.token_N[self._index(step.rows + 1 + k)])
             states.append(state)
         return states

@@ -23,11 +23,11 @@ from specdec.checked import Checked, first_line
 from specdec.checkpoint import hf_common, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
+from specdec.drafter.base import Init, empty_draft
 from specdec.drafter.base import Objective as Unrolled
-from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
@@ -124,6 +124,16 @@ def _not_alone(target: CausalLM, error: Exception) -> ValueError:
 
 class MTP(AutoregressiveDrafter):
     name = "mtp"
+    facts = MethodFacts(
+        runs_model=True,
+        aliases=("*_mtp",),
+        train_script="mtp",
+        max_draft_key="num_modules",
+        one_is_no_limit=True,
+        serving={"vllm": "mtp", "sglang": "NEXTN"},
+        served_in_target=True,
+    )
+    architecture_type = Architecture
     objective_type = Objective
 
     def __init__(
@@ -136,6 +146,10 @@ class MTP(AutoregressiveDrafter):
         revision: str | None = None,
     ):
         super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+
+    @classmethod
+    def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
+        return cls.init_checkpoint(target, {"num_modules": 3}, Init())
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:
@@ -299,8 +313,8 @@ class MTP(AutoregressiveDrafter):
         """A module for every token: each over all rows, since all are keys to those after them."""
         if len(self.mtp) == 1:
             return super().unrolled(batch, plan, seed, kernel)
-        every = np.arange(len(plan.first_A))
-        position_N, hidden, states = self._index(every - plan.first_A), self.fuse(batch.hidden(self.hidden_layers)), []
+        every = np.arange(len(plan.first_N))
+        position_N, hidden, states = self._index(every - plan.first_N), self.fuse(batch.hidden(self.hidden_layers)), []
         for k, step in enumerate(plan.steps):
             # a row whose token would be of the next document is looked at by nobody
             attention = unroll.UnrolledAttention(plan, kernel)

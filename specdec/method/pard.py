@@ -9,6 +9,7 @@ Training takes any causal LM and gives it mask tokens: `specdec.drafter.block`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,9 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec import sampling
-from specdec.checkpoint import causal_lm
+from specdec.checkpoint import causal_lm, hf_common
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import unroll
 from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
@@ -48,6 +49,14 @@ class Pard(DraftModel):
     does not name it."""
 
     name = "pard"
+    facts = MethodFacts(
+        runs_model=True,
+        parallel_of="draft_model",
+        train_script="pard",
+        mask_key="pard_token",
+        max_draft_key="num_depths",
+        serving={"vllm": "draft_model"},
+    )
     architecture_type = Architecture
     objective_type = Objective
 
@@ -78,11 +87,11 @@ class Pard(DraftModel):
             mask, num_depths = config.get("pard_token"), None  # of what is trained, the objective says it
         else:
             name, config, size = self.model.name, vars(self.model.config), self.model.vocab_size
-            mask, num_depths = causal_lm.mask_token(config), (config.get(causal_lm.OURS) or {}).get("num_depths")
+            mask, num_depths = causal_lm.mask_token(config), causal_lm.num_depths(config)
         mask = mask if pard_token is None else pard_token
         if mask is None:
             raise ValueError(
-                f"{name} names no mask token ({', '.join(causal_lm.MASK_KEYS)}); train it with train/pard.py, "
+                f"{name} names no mask token ({', '.join(hf_common.MASK_KEYS)}); train it with train/pard.py, "
                 "or give pard_token"
             )
         if not 0 <= mask < size:
@@ -129,6 +138,10 @@ class Pard(DraftModel):
         for b in np.flatnonzero(draft_B):
             self.cached_R[rows[b]] = int(context.length_B[b]), 0
         return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        return {"model": str(target.path), "pard_token": target.vocab_size - 1}
 
     # ---------------------------------------------------------------- training
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import block, losses, unroll
 from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
@@ -39,6 +39,15 @@ class Objective(Depths):
 
 class PEagle(Eagle3):
     name = "peagle"
+    facts = MethodFacts(
+        runs_model=True,
+        parallel_of="eagle3",
+        parallel_only=True,
+        train_script="eagle",
+        mask_key="mask_token_id",
+        max_draft_key="num_depths",
+        serving={"vllm": "eagle3"},
+    )
     objective_type = Objective
     architecture_type = Architecture
 

@@ -25,6 +25,8 @@ from specdec.measure.report import console
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
 from specdec.training import data, features, loop
+from specdec.training.evaluate import acceptance, prompts_of
+from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
 
 # what a run may be resumed with other values of
 FREE = (
@@ -44,24 +46,22 @@ FREE = (
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
-SCRIPT = {"eagle3": "eagle", "peagle": "eagle"}  # of a method, if it is not of its own name
-
-
 def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
     """Train a drafter as the config says. methods: those that the script trains."""
     # everything that a typo can break comes before the weights
     name, settings = cfg.method.name, cfg.train
     drafter_class: Any = method.find(name)
     if cfg.method.settings.get("parallel_drafting"):
-        raise ValueError("parallel_drafting=true is a method of its own where recipes are concerned; say method=peagle or pard")
+        raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
     if name not in methods:
-        script = (
-            f"is trained by train/{SCRIPT.get(name, name)}.py" if hasattr(drafter_class, "fresh") else "has nothing to train"
-        )
-        raise ValueError(f"method={name} {script}; here are trained {', '.join(methods)}")
-    architecture, init = dict(settings.drafter), drafter_class.init_type(**settings.init)
+        script = drafter_class.facts.train_script
+        trained = "has nothing to train" if script is None else f"is trained by train/{script}.py"
+        raise ValueError(f"method={name} {trained}; here are trained {', '.join(methods)}")
+    architecture = dict(settings.drafter)
     if "geometry" in architecture:
         architecture["geometry"] = architecture["geometry"] or {}
+    drafter_class.architecture_type(**architecture)
+    init = drafter_class.init_type(**settings.init)
     objective = drafter_class.objective_type(**settings.objective)
     model_arguments = cfg.model.arguments()
     out_dir = Path(cfg.out_dir)
@@ -89,7 +89,7 @@ def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
         console.show(f"note: {note}")
     if cfg.data.held_out >= len(loaded.samples):
         raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(loaded.samples)} samples; lower it")
-    samples, held_out = data.held_out(loaded.samples, cfg.data.held_out)
+    samples, held_out = split_validation(loaded.samples, cfg.data.held_out)
 
     checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples, held_out)
     no_setting = ("model", "revision", "parallel_drafting")
@@ -119,7 +119,7 @@ def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
         "target_weights": hub.weights_digest(target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         "method": name,
-        "data": data.fingerprint(loaded.samples),
+        "data": fingerprint(loaded.samples),
         "drafter": checkpoint.config,
         "init": init.model_dump(),
         "objective": objective.model_dump(),
@@ -134,19 +134,17 @@ def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
         records.claim(out_dir, cfg.resume, identity)
         config.save(cfg, out_dir / "config.yaml")
         if loaded.skipped:
-            records.write_json(out_dir / "left_out.json", loaded.listed)
+            records.write_json(out_dir / "left_out.json", loaded.skipped_at)
     processes.wait_for_everyone()
-    prompts = loop.prompts_of(held_out, cfg.eval.num_prompts)
+    prompts = prompts_of(held_out, cfg.eval.num_prompts)
 
     def evaluate(saved: Path) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
         proposer = method.build(name, target, model=str(saved), **asked)
-        return loop.acceptance(
-            target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size
-        )
+        return acceptance(target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size)
 
     metrics = logger.Metrics(out_dir, config.plain(cfg)) if processes.is_main_process else None
-    with console.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+    with console.training_progress(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
             assert metrics is not None
@@ -165,9 +163,8 @@ def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
     summary = identity | result | cpu_s | {"environment": records.environment(), "last_metrics": last}
     records.write_json(out_dir / "summary.json", summary)
-    plot = training_report.plot_training(
-        metrics.rows.rows, f"{name} for {target.name}, {cfg.data.name} data", out_dir / "train.png"
-    )
+    title = f"{name} for {target.name}, {cfg.data.name} data"
+    plot = training_report.plot_training(metrics.rows.rows, title, out_dir / "train.png")
     where = metrics.close(result, [plot])
     if result["interrupted"]:
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
@@ -199,18 +196,18 @@ def new_drafter(
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
     checkpoint = drafter_class.load_checkpoint(target, cfg.checkpoint, None) if cfg.checkpoint else None
-    for key in ("mask_token_id", "pard_token"):
-        if key in architecture:
-            given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
-            architecture[key] = data.mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
-            if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
-                checkpoint.config[key] = architecture[key]
+    key = drafter_class.facts.mask_key
+    if key is not None:
+        given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
+        architecture[key] = mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
+        if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
+            checkpoint.config[key] = architecture[key]
     if checkpoint is not None:
         return same_drafter(checkpoint, drafter_class, target, architecture)
     size = architecture.get("draft_vocab_size")
     vocab_ids = None
     if size is not None and size != target.vocab_size:
-        vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
+        vocab_ids = draft_vocabulary(samples, size, target.vocab_size)
     return drafter_class.init_checkpoint(target, architecture, init, vocab_ids, cfg.seed)
 
 

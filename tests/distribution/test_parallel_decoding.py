@@ -22,12 +22,12 @@ from transformers import AutoConfig
 from specdec import LLM, SamplingParams
 from specdec.core import Context, Policy
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure.stats import Totals
 from specdec.model import distributed, tensor_parallel
 from specdec.model.target import CausalLM
+from specdec.speculative_config import SpeculativeConfig
 from support.cli import EVAL, OFFLINE, Done, call, ended, rows_of
-from support.methods import drafter, tiny_prompts
+from support.methods import example_settings, tiny_prompts
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 SIZE = 2
@@ -87,11 +87,10 @@ def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: i
     if target.processes.size == 1:
         given.pop("draft_tensor_parallel_size", None)
     llm = LLM.__new__(LLM)  # around a target that is there
-    llm.speculative_config = SpeculativeConfig(**given)
     llm.target = target
     llm.seed = 0
     llm._counter = iter(range(99))
-    built = llm.speculative_config.build(target)
+    built = SpeculativeConfig(**given).resolve().build(target)
     llm.engine = Engine(target, *built, max_batch_size=rows, prefill_chunk_size=64, policy=policy)
     llm._totals = Totals(target.name, built[0].num_speculative_tokens)
     prompts = [{"prompt_token_ids": ids} for ids in tiny_prompts()[:3]]
@@ -168,7 +167,7 @@ def script(arguments: list[str], catch: bool = True) -> str | None:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("parallel")
     wholes = {model: CausalLM(model, "float32", "cpu") for model in MODELS}
-    drafters = {model: [drafter(name, wholes[model]) for name in ("eagle3", "mtp")] for model in MODELS}
+    drafters = {model: [example_settings(name, wholes[model])["model"] for name in ("eagle3", "mtp")] for model in MODELS}
     run = ["experiment=tiny", "limit=3", "sampling.max_tokens=8", "method=ngram", f"out_dir={directory / 'run'}"]
     of_two = {"model": "tiny-llama", "tensor_parallel_size": SIZE}
     return {
@@ -235,7 +234,7 @@ def test_what_cannot_be_cut(two: tuple[list[dict[str, Any]], Done]) -> None:
     assert "draft_tensor_parallel_size=1" in draft_heads
     assert "tensor_parallel_size=3, and 2 processes were started; type torchrun --nproc_per_node 3" in launch
     assert "draft_tensor_parallel_size=3 must be 1 or the target's tensor_parallel_size=2" in draft
-    assert "draft_tensor_parallel_size=2: of method 'ngram' every process holds the whole drafter; use 1" in no_model
+    assert "draft_tensor_parallel_size=2 is for draft_model, pard, not for 'ngram'; leave it out" in no_model
     assert all("\n" not in error for error in first)
 
 
@@ -289,20 +288,20 @@ class Apart(distributed.ProcessGroup):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    "way", [tensor_parallel.COLUMNS, tensor_parallel.GATHERED, tensor_parallel.ROWS, tensor_parallel.ROWS_OF_WHOLE]
+    "way", [tensor_parallel.COLUMNS, tensor_parallel.COLUMNS_GATHERED, tensor_parallel.ROWS, tensor_parallel.ROWS_SPLIT]
 )
 def test_parts_of_a_layer(way: str, bias: bool) -> None:
     """What three processes make of their parts is what the layer makes of the whole; 13 columns come from 5, 5 and 3."""
     torch.manual_seed(0)
     size = 3
-    layer = torch.nn.Linear(6, 13 if way == tensor_parallel.GATHERED else 12, bias=bias).requires_grad_(False)
+    layer = torch.nn.Linear(6, 13 if way == tensor_parallel.COLUMNS_GATHERED else 12, bias=bias).requires_grad_(False)
     x = torch.randn(4, 6)
     zero = torch.zeros(layer.out_features)
     parts = [tensor_parallel._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
     own = x.chunk(size, -1) if way == tensor_parallel.ROWS else [x] * size
     if way == tensor_parallel.COLUMNS:
         got = torch.cat([part(x) for part in parts], -1)
-    elif way == tensor_parallel.GATHERED:
+    elif way == tensor_parallel.COLUMNS_GATHERED:
         got = torch.cat([part.part(x) for part in parts], -1)
         assert not got[:, 13:].any()
         got = got[:, :13] + (layer.bias if bias else zero)
@@ -310,7 +309,7 @@ def test_parts_of_a_layer(way: str, bias: bool) -> None:
     else:
         got = sum(part(mine) for part, mine in zip(parts, own, strict=True)) - (size - 1) * (layer.bias if bias else zero)
     torch.testing.assert_close(got, layer(x))
-    if way != tensor_parallel.GATHERED:
+    if way != tensor_parallel.COLUMNS_GATHERED:
         with pytest.raises(ValueError, match=r"tensor_parallel_size=5: the \d+ columns of it are no multiple of it"):
             tensor_parallel._part(layer, way, "it", Apart(5, 0))
 

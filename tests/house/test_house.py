@@ -17,9 +17,9 @@ import pytest
 from specdec import method, rejection
 from specdec.checked import Checked
 from specdec.config import CONF, pages, read
-from specdec.llm import SpeculativeConfig
 from specdec.params import SamplingParams
-from specdec.training import loop
+from specdec.speculative_config import SpeculativeConfig
+from specdec.training.settings import Settings
 from support.tree import MODULES, PACKAGE, ROOT, SCRIPTS, TESTS, YAMLS, imports, module_name, short
 
 MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML file
@@ -27,9 +27,9 @@ MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML f
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "files", "params", "core", "sampling", "rejection", "lock", "hub", "model", "script", "engine", "policy",
-    "checkpoint", "drafter", "measure.stats", "training.data", "training.features", "method", "llm", "measure", "training",
-    "config", "training.recipe",
+    "checked", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script", "engine",
+    "policy", "checkpoint", "drafter", "measure.stats", "training.samples", "training.data", "training.features", "method", "speculative_config",
+    "measure", "training", "config", "training.recipe", "llm",
 )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def test_costs_depend_on_sampling_parameters_that_there_are() -> None:
 
 
 def test_train_has_the_keys_of_its_class() -> None:
-    assert set(read(CONF / "train.yaml")["train"]) == set(loop.Settings.model_fields)
+    assert set(read(CONF / "train.yaml")["train"]) == set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
@@ -255,13 +255,16 @@ def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
     name = path.stem.removesuffix("_demo")
     recipe = read(path)
     trained: Any = method.find(name)
-    architecture = getattr(trained, "architecture_type", None) or importlib.import_module(f"specdec.method.{name}").Architecture
     whole = path.stem == name
-    for key, record in (("drafter", architecture), ("init", trained.init_type), ("objective", trained.objective_type)):
+    for key, record in (
+        ("drafter", trained.architecture_type),
+        ("init", trained.init_type),
+        ("objective", trained.objective_type),
+    ):
         given = set(recipe.get(key, {}))
         known = set(record.model_fields)
         assert given == known if whole else given <= known, key
-    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(loop.Settings.model_fields)
+    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(Settings.model_fields)
 
 
 GROUPS = {"model": pages.Model, "task": pages.Task, "data": pages.Data, "logger": pages.Logger}

@@ -43,9 +43,10 @@ from specdec.checked import Checked
 from specdec.checkpoint import lint, native
 from specdec.config import CONF
 from specdec.drafter.base import Init
-from specdec.llm import EngineArgs, SpeculativeConfig
-from specdec.measure import records, serving, tasks
+from specdec.llm import EngineArgs
+from specdec.measure import arrivals, records, serving, tasks
 from specdec.policy import cost_table
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training import data, features
 
 ROOT = CONF.parent
@@ -334,7 +335,7 @@ def sampling_cases() -> Iterator[Case]:
 
 def speculative_cases() -> Iterator[Case]:
     def build(**given: Any) -> Any:
-        return SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3} | given).build(tiny().target)
+        return SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3} | given).resolve().build(tiny().target)
 
     limits: dict[str, tuple[str, ...]] = {
         "num_speculative_tokens": ("zero", "minus", "word", "huge"), "method": ("word", "digits", "empty"),
@@ -560,7 +561,7 @@ def drafter_cases() -> Iterator[Case]:
         def action(scratch: Path) -> Any:
             directory = copied(drafters()[name], scratch)
             change(directory)
-            return SpeculativeConfig(model=str(directory), num_speculative_tokens=1).build(tiny().target)
+            return SpeculativeConfig(model=str(directory), num_speculative_tokens=1).resolve().build(tiny().target)
 
         return action
 
@@ -607,8 +608,8 @@ def drafter_cases() -> Iterator[Case]:
             action = opened("eagle3", configured(("drafter", "geometry", key), value))
             yield Case("drafters", f"eagle3: geometry.{key}={value!r}", action)
     for value in ([1, 1, 1], [], [9, 10, 11], ["1"], 5, [1.5, 2, 3], [True, 2, 3], [-1, 0, 1]):
-        action = opened("eagle3", configured(("drafter", native.IDS), value))
-        yield Case("drafters", f"eagle3: {native.IDS}={value!r}", action)
+        action = opened("eagle3", configured(("drafter", native.LAYER_IDS), value))
+        yield Case("drafters", f"eagle3: {native.LAYER_IDS}={value!r}", action)
     foreign = {
         "eagle3-vllm": ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "draft_vocab_size",
         "intermediate_size"),
@@ -783,7 +784,7 @@ def trace_cases() -> Iterator[Case]:
 
         def action(scratch: Path, line: bytes = line) -> Any:
             (scratch / "trace.jsonl").write_bytes(line + b'\n{"arrival_s": 3.0}\n' if line else b"")
-            return serving.trace(scratch / "trace.jsonl")
+            return arrivals.read_trace(scratch / "trace.jsonl")
 
         yield Case("traces", name, action)
     rates: dict[str, Any] = {
@@ -792,7 +793,9 @@ def trace_cases() -> Iterator[Case]:
     for name, value in (
         rates | {"phase of text": [["a", 1]], "phase of three": [[1, 2, 3]], "phase of 0 s": [[0, 1]], "pause only": [[1, 0]]}
     ).items():
-        yield Case("traces", f"request_rate {name}", lambda _, value=value: serving.phases(value), ("request_rate",))
+        yield Case(
+            "traces", f"request_rate {name}", lambda _, value=value: arrivals.parse_request_rate(value), ("request_rate",)
+        )
         yield Case("traces", f"rates {name}", lambda _, value=value: serving.parse_rates(value), ("rates",))
 
 
