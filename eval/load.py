@@ -107,7 +107,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     rows.close()
     steps.close()
 
-    served = [records.served_of(row) for row in records.rows_in(out_dir / "requests.jsonl")]
+    served = [records.timing_of(row) for row in records.rows_in(out_dir / "requests.jsonl")]
     if not served:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(exit_code)

@@ -130,8 +130,8 @@ def table(summary: dict[str, Any], title: str) -> Table:
     """The numbers that a reader compares, a line per category and one for all."""
     caption = (
         "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. Per position: of all "
-        f"drafts, shorter ones too. tokens/s and speedup: prefill excluded; {PLAIN}: without speculation, in turn with it. model: "
-        "what acceptance and measured forward times predict; efficiency: speedup / model."
+        f"drafts, shorter ones too. tokens/s and speedup: prefill excluded; {PLAIN}: without speculation, in turn with it. "
+        "model: what acceptance and measured forward times predict; efficiency: speedup / model."
     )
     grid = new_table(title, ["category"], ["requests", "mean acceptance length", "tokens/step"], caption, wrap=True)
     grid.add_column("acceptance per position", no_wrap=True)
