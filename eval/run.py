@@ -130,9 +130,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
-    more = [run_report.proposer_table(summary)] if "proposers" in summary["overall"] else []
-    more += [line] if (line := run_report.speedup_line(summary["overall"])) else []
-    console.show(run_report.table(summary, title), *more, f"lossless: {said}")
+    more = [line] if (line := run_report.speedup_line(summary["overall"])) else []
+    console.show(*run_report.tables(summary, title), *more, f"lossless: {said}")
     if summary["busy"]:
         console.show(run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if has_own_cpu else None))
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
