@@ -21,8 +21,8 @@ from specdec.model.target import CausalLM, is_finite
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
 from specdec.policy.cost_table import CostTable
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.table import TableLM
 
 NAN = float("nan")
