@@ -77,16 +77,16 @@ def _numbers(
     return result
 
 
-def busy_reasons(summary: dict[str, Any], name: str, has_own_cpu: bool) -> list[str]:
+def busy_reasons(summary: dict[str, Any], name: str, timed_on_cpu: bool) -> list[str]:
     """Why the times of a summary cannot be trusted, a phrase for each reason; empty if they can.
 
     name: of the method.
-    has_own_cpu: the work was done by this process's CPU time, and not by a device or by other processes.
+    timed_on_cpu: the work was done by this process's CPU time, and not by a device or by other processes.
     """
     overall = summary["overall"]
     numbers = {**summary["categories"], "all": overall}
     speedups = {category: (n["speedup"], n["speedup_ideal"]) for category, n in numbers.items()}
-    shares = {name: overall["wall_over_cpu"], PLAIN: overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
+    shares = {name: overall["wall_over_cpu"], PLAIN: overall["baseline_wall_over_cpu"]} if timed_on_cpu else {}
     return stats.busy_reasons(speedups, shares)
 
 
