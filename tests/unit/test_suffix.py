@@ -20,9 +20,8 @@ from specdec.params import SamplingParams
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "drafters.json").read_text())["suffix_path"]
 ARCTIC = json.loads((Path(__file__).parents[1] / "vectors" / "suffix_arctic.json").read_text())  # what the real one answered
-KERNELS = (
-    suffix_tree._extend, suffix_tree._remove, suffix_tree._move, suffix_tree._rehash, suffix_tree._speculate, suffix_tree._counts,
-)  # fmt: skip
+KERNEL_NAMES = ("_extend", "_remove", "_move", "_rehash", "_speculate", "_counts")
+KERNELS = tuple(getattr(suffix_tree, name) for name in KERNEL_NAMES)
 TREES = (SuffixTreeReference, SuffixTree)
 
 
