@@ -24,6 +24,17 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that nobody ever sees a part of it: under another name first."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
 def apply_umask(path: Path) -> None:
     """Set the permissions with which `open` makes files: safetensors makes private ones."""
     umask = os.umask(0o077)

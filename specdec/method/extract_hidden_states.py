@@ -18,8 +18,8 @@ from specdec.checked import nearest
 from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.model.target import CausalLM
 from specdec.training import features
-from specdec.training.data import Sample
 from specdec.training.features import Features
+from specdec.training.samples import Sample
 
 
 class ExtractHiddenStates(StatelessProposer):
@@ -30,6 +30,11 @@ class ExtractHiddenStates(StatelessProposer):
     """
 
     facts = MethodFacts(drafts=False)
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}}
+        return {"draft_model_config": layers, "shared_storage_path": str(directory)}
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ Training takes any causal LM and gives it mask tokens: `specdec.drafter.block`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from specdec import sampling
 from specdec.checkpoint import causal_lm, hf_common
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, MethodFacts, Serving
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import unroll
 from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
@@ -54,7 +55,7 @@ class Pard(DraftModel):
         train_script="pard",
         mask_key="pard_token",
         max_draft_key="num_depths",
-        serving={"vllm": Serving("causal_lm", "draft_model")},
+        serving={"vllm": "draft_model"},
     )
     architecture_type = Architecture
     objective_type = Objective
@@ -137,6 +138,10 @@ class Pard(DraftModel):
         for b in np.flatnonzero(draft_B):
             self.cached_R[rows[b]] = int(context.length_B[b]), 0
         return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        return {"model": str(target.path), "pard_token": target.vocab_size - 1}
 
     # ---------------------------------------------------------------- training
 

@@ -295,7 +295,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for how in ("greedy", "probabilistic")
         for drafter in ("same", "negated")
     },
-    "eagle": {f"{how}-eagle": _K | {"model": "fresh", "draft_sample_method": how} for how in ("greedy", "probabilistic")},
     "extract_hidden_states": {
         "extract": {
             "shared_storage_path": "fresh",
@@ -359,7 +358,11 @@ def methods() -> list[Any]:
     """pytest parameters (method, settings) of everything in conf/method."""
     cases = []
     for name, own in (_yaml(path) for path in sorted((CONF / "method").glob("*.yaml"))):
-        for label, settings in SETTINGS.get(name, {name: own}).items():
+        default = {name: own}
+        if method.is_trained(name):
+            hows = ("greedy", "probabilistic")
+            default = {f"{how}-{name}": _K | {"model": "fresh", "draft_sample_method": how} for how in hows}
+        for label, settings in SETTINGS.get(name, default).items():
             cases.append(pytest.param((name, settings), id=label))
     return cases
 
@@ -444,14 +447,14 @@ def adapting(drafting: Proposer, rows: int, **what: bool) -> Adaptive:
 POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
     "restless": lambda drafting, rows: Restless(),
     "scheduled": lambda drafting, rows: Scheduled([[1, 1, 2], [2, 2, 0], [3, 5, 3], [7, 7, 0]], NUM_DRAFT),
-    "auto": lambda drafting, rows: adapting(drafting, rows, auto=True, trims=False),
-    "trims": lambda drafting, rows: adapting(drafting, rows, auto=False, trims=True),
-    "both": lambda drafting, rows: adapting(drafting, rows, auto=True, trims=True),
+    "auto": lambda drafting, rows: adapting(drafting, rows, auto=True, prunes=False),
+    "prunes": lambda drafting, rows: adapting(drafting, rows, auto=False, prunes=True),
+    "both": lambda drafting, rows: adapting(drafting, rows, auto=True, prunes=True),
 }
 
 
 def policy(name: str, drafting: Proposer, rows: int) -> Policy:
-    drafting.return_confidence = name in ("trims", "both")
+    drafting.return_confidence = name in ("prunes", "both")
     return POLICIES[name](drafting, rows)
 
 
