@@ -43,7 +43,7 @@ NOT_BUILT_KEYS: dict[str, tuple[Any, ...]] = {
 }
 POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
 SCHEME_PREFIXES = ("rejection_sample_method", "synthetic_")  # of the keys of the rejection scheme
-# what a method does that does not take the key
+# keys with the value that holds for every method without the key
 UNIVERSAL_VALUES = {"draft_sample_method": "greedy", "use_heterogeneous_vocab": False, "draft_tensor_parallel_size": 1}
 
 
@@ -280,7 +280,8 @@ class PolicyPlan:
         auto = self.auto
         prunes = self.adaptive_verification
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, max_draft):
-            auto, prunes = False, True  # the draft itself is looked at before its length is chosen
+            auto = False  # the draft is there before its length is chosen
+            prunes = True
         proposer.return_confidence = prunes
         return Adaptive(table, max_draft, max_batch_size, auto, prunes, proposer.num_confidence_features, scheduled)
 

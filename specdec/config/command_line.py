@@ -147,11 +147,11 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
         compose(page, hydras, return_hydra_config=True)
     known: dict[str, bool] = {}  # a sweep over groups may give keys to some of its jobs only
     composed: list[DictConfig] = []
-    for picks in _jobs(groups):
+    for settings in _jobs(groups):
         try:
-            composed.append(compose(page, picks))
+            composed.append(compose(page, settings))
         except MissingConfigException:
-            raise ValueError(_no_recipe(conf, picks)) from None
+            raise ValueError(_no_recipe(conf, settings)) from None
         known |= dict(_keys(composed[-1]))
     for override in overrides:
         if override in groups or _is_hydras(override):
@@ -172,12 +172,12 @@ def _check_experiment(conf: Path, page: str, choice: str) -> None:
     """Hydra lets an experiment file add any key; here each must exist already, in the choices that the file makes."""
     written = OmegaConf.load(conf / "experiment" / f"{choice}.yaml")
     assert isinstance(written, DictConfig)
-    picks: list[str] = []
+    settings: list[str] = []
     entry: Any
     for entry in written.pop("defaults", None) or []:
         for group, pick in entry.items() if isinstance(entry, DictConfig) else []:
-            picks.append(f"{str(group).removeprefix('override ').lstrip('/')}={pick}")
-    known = dict(_keys(compose(page, picks)))
+            settings.append(f"{str(group).removeprefix('override ').lstrip('/')}={pick}")
+    known = dict(_keys(compose(page, settings)))
     for key, _ in sorted(_keys(written)):
         parts = key.split(".")
         parents = [".".join(parts[:count]) for count in range(1, len(parts))]
@@ -212,10 +212,10 @@ def _jobs(overrides: list[Override]) -> Iterator[list[str]]:
             yield [*first[:place], setting(overrides[place], value), *first[place + 1 :]]
 
 
-def _no_recipe(conf: Path, picks: list[str]) -> str:
+def _no_recipe(conf: Path, settings: list[str]) -> str:
     """A choice leads to a file that is not there: the recipe of a method that has nothing to train."""
     trained = sorted(path.stem.removesuffix("_demo") for path in (conf / "train").glob("*_demo.yaml"))
-    return f"method={value_of(picks, 'method')} has nothing to train; use {' or '.join(trained)}"
+    return f"method={value_of(settings, 'method')} has nothing to train; use {' or '.join(trained)}"
 
 
 def _sweep_directory(first_job: DictConfig, overrides: list[Override]) -> list[str]:
