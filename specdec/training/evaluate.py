@@ -14,7 +14,7 @@ from specdec.measure import stats
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier
-from specdec.training.data import Sample
+from specdec.training.samples import Sample
 from specdec.training.state import TrainState
 
 TEXT_PROMPT = 64  # tokens, as in the second stage of the MLP speculator

@@ -25,9 +25,8 @@ import numpy as np
 
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import TrainableDrafter
-from specdec.training import data
-from specdec.training.data import Sample
 from specdec.training.evaluate import validation_metrics
+from specdec.training.samples import Sample, batch_indices
 from specdec.training.settings import Settings
 from specdec.training.state import TrainState
 
@@ -92,7 +91,7 @@ def fit(
         stopping = run.stopped()
         while run.step < run.num_steps and not stopping:
             lr = settings.lr_at(run.step, run.num_steps)
-            indices = data.batch_indices(run.step, len(samples), settings.global_batch_size, seed)
+            indices = batch_indices(run.step, len(samples), settings.global_batch_size, seed)
             grad_norm = train_step(run, features, [samples[i] for i in indices], lr, f"{seed} {run.step}")
             advance(1)
 

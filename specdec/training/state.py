@@ -28,8 +28,8 @@ from specdec.checked import first_line
 from specdec.checkpoint import native
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import apply_umask, writing
-from specdec.training.data import Sample
 from specdec.training.metrics import MetricWindow
+from specdec.training.samples import Sample
 from specdec.training.settings import Settings
 
 

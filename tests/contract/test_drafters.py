@@ -42,9 +42,9 @@ from specdec.method.peagle import PEagle
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training.data import Sample
 from specdec.training.evaluate import prompts_of
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from support.errors import refused

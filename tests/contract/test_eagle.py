@@ -28,8 +28,8 @@ from specdec.method import eagle
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Architecture, Eagle3
 from specdec.model.target import CausalLM
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, plain, prompts, sample
 from support.table import Restless
 from support.targets import loaded

@@ -19,7 +19,7 @@ from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.data import Sample
+from specdec.training.samples import Sample
 from support.targets import loaded
 
 VOCAB = 320  # of the tiny models
