@@ -43,7 +43,7 @@ class Geometry(Checked):
     rope_parameters: dict[str, Any] | None = None
 
     def of(self, target: CausalLM) -> LlamaConfig:
-        """Width and vocabulary are always the target's, whose embedding is shared. Raises ValueError for an impossible shape."""
+        """Width and vocabulary are always the target's, whose embedding is shared. Raises ValueError for impossible shapes."""
         config = target.config
         num_heads = _number(config, "num_attention_heads") or 1
         rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})

@@ -4,10 +4,10 @@ Drafting: behind the entries of a row's newly committed tokens come mask places.
 of the row draft a token each: the last committed entry and the masks behind it, or the masks alone. Places do not see what the
 places before them drafted, so greedy drafts suit such a drafter best.
 
-Training: rows are those of `specdec.drafter.unroll`, and a step is a depth. At depth 0 a row is an entry of the data, at depth d
-the d-th mask behind it, d positions further on, which sees what the row saw and the masks in between. All depths go through the
-drafter together, laid end to end: every entry of the batch, then the rows of depth 1, 2, ... Deeper ones are sub-sampled (COD),
-since most of what they teach the others teach too.
+Training: rows are those of `specdec.drafter.unroll`, and a step is a depth. At depth 0 a row is an entry of the data, at depth
+d the d-th mask behind it, d positions further on, which sees what the row saw and the masks in between. All depths go through
+the drafter together, laid end to end: every entry of the batch, then the rows of depth 1, 2, ... Deeper ones are sub-sampled
+(COD), since most of what they teach the others teach too.
 
 An entry is what the drafter reads for one token: the token, or the pair of token and target state.
 """
@@ -57,7 +57,7 @@ class BlockObjective(Checked):
 
 
 class BlockLayout:
-    """The places of one pass, rows end to end: each row's committed entries, then its masks. Its last places draft a token each.
+    """The places of one pass, rows end to end: each row's committed entries, then its masks. The last ones draft a token each.
 
     num_committed_B, num_masks_B: entries and masks of each row.
     draft_B: tokens that each row drafts.
@@ -84,8 +84,8 @@ class BlockLayout:
 
 
 class BlockDrafter(UnrolledDrafter):
-    """Drafting and training of a drafter that drafts a block in one pass. To be named before the family that it is a drafter of:
-    `class PEagle(BlockDrafter, Eagle3)`. A method adds `block_logits`."""
+    """Drafting and training of a drafter that drafts a block in one pass. A method names it before its family, as in
+    `class PEagle(BlockDrafter, Eagle3)`, and adds `block_logits`."""
 
     def block_logits(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
         """One forward over committed entries and masks: logits of the layout's queries, [N, draft vocabulary]."""
@@ -116,7 +116,7 @@ class BlockDrafter(UnrolledDrafter):
             return x_N.new_full(shape, fill).index_put_((row_N, position_N), x_N)
 
         confidence_BKF = None
-        if context.return_confidence:
+        if self.return_confidence:
             confidence_BKF = padded(sampling.log_odds(logits_NV, temperature_N).unsqueeze(1))
         return Draft(
             padded(token_N),

@@ -164,5 +164,5 @@ class Eagle3(AutoregressiveDrafter):
         self.norm.weight.copy_(0.25 * target.final_norm(ones)[0])
 
     @property
-    def scaled(self) -> str | None:  # type: ignore[override]
+    def scaled_weight(self) -> str | None:  # type: ignore[override]
         return "fc.weight" if self.input_norm is None and self.fc_norm is None else None  # a norm would undo it

@@ -4,7 +4,7 @@
     s_i = gelu(ln_i(proj_i(s_{i-1}) + (w_e / w_s) emb_i(x_i)))        x_1 the last token, then the draft tokens
     logits_i = head_i(s_i),     w_s = 0.5^(0.5 / n),   w_e = sqrt((1 - w_s^2) inner / 2)
 
-Formulas and tensor names are those of the IBM checkpoints that vLLM loaded up to 0.32. Not of these are two settings: reading the
+Formulas and tensor names are those of the IBM checkpoints that vLLM loaded up to 0.32. Two settings are not theirs: reading the
 target's embedding, and a draft vocabulary.
 """
 
@@ -131,16 +131,16 @@ class MLP(Drafter):
         self.head = nn.ModuleList()
         state_weight = 0.5 ** (0.5 / self.num_heads)
         self.embedding_weight = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
-        self.std = inner**-0.5
+        self.init_std = inner**-0.5
 
     def make_head(self, num_draft_vocab: int) -> None:
         self.head.extend(nn.Linear(self.inner_dim, num_draft_vocab, bias=False) for _ in range(len(self.ln)))
 
-    def own_heads(self) -> list[Any]:
+    def output_layers(self) -> list[Any]:
         return list(self.head)
 
     def heads(self) -> list[Tensor | None]:
-        return [head.weight for head in self.own_heads()] or [None]
+        return [head.weight for head in self.output_layers()] or [None]
 
     def step(self, k: int, state_ND: Tensor, token_N: Tensor) -> Tensor:
         """[N, inner] state of head k, from the states before it and the tokens that it reads."""
@@ -148,14 +148,14 @@ class MLP(Drafter):
         mixed = self.proj[min(k, len(self.proj) - 1)](state_ND) + self.embedding_weight * embedded
         return F.gelu(self.ln[min(k, len(self.ln) - 1)](mixed))
 
-    scaled = "proj.0.weight"
+    scaled_weight = "proj.0.weight"
 
-    def unscaled(self, hidden_NTD: Tensor) -> Tensor:
+    def features(self, hidden_NTD: Tensor) -> Tensor:
         state = self.last_state(hidden_NTD[:, -1])
         return rms(state) / 2**0.5 if self.scale_input else state
 
     def first_state(self, hidden_NTD: Tensor) -> Tensor:
-        state = self.unscaled(hidden_NTD)
+        state = self.features(hidden_NTD)
         return state if self.feature_scale is None else state * self.feature_scale
 
     def head_logits(self, k: int, state_ND: Tensor) -> Tensor:

@@ -274,14 +274,12 @@ class MTP(AutoregressiveDrafter):
                 draft_N = torch.stack(sampler.tokens, 1)[self._index(row_N), self._index(draft_position_N.clip(0))]
                 token_N = torch.where(self._index(draft_position_N >= 0), draft_N, token_N)
             embedding_ND = self.embed(token_N)
-            state_ND, hidden_ND = self.forward_pairs(
-                context.rows, embedding_ND, hidden_ND, start_B, count_B, pair_N, module=k
-            )
+            state_ND, hidden_ND = self.forward_pairs(context.rows, embedding_ND, hidden_ND, start_B, count_B, pair_N, module=k)
             sampler.sample(self.draft_logits(state_ND[last_B]))
         return sampler.draft(draft_B)
 
     def _with_last_states(self, context: Context, b: int) -> tuple[Tensor, int]:
-        """The states of row b since its last call, behind those that later modules read again; and the position of the first."""
+        """The states that later modules read again and those of row b since its last call; and the position of the first."""
         assert context.hidden is not None
         row = int(context.rows[b])
         end = int(context.length_B[b]) - 1

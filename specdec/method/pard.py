@@ -1,7 +1,7 @@
 """PARD (2504.18583): a small causal LM that drafts a block in one pass, `draft_model` with `parallel_drafting` in vLLM.
 
-A row's entries are its committed tokens; the last of them and K-1 mask tokens draft a token each, in one causal forward. K and V
-of mask tokens are overwritten by the next forward. The rest, and how any causal LM learns it: `specdec.drafter.block`.
+A row's entries are its committed tokens; the last of them and K-1 mask tokens draft a token each, in one causal forward. The
+next forward overwrites K and V of mask tokens. The rest, and how any causal LM learns it: `specdec.drafter.block`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Architecture(draft_model.Architecture):
 
 
 class Objective(BlockObjective):
-    """As that of every drafter that drafts a block in one pass: num_depths is the most tokens of a draft, and during depth_warmup
-    it is trained as a draft model."""
+    """As that of every drafter that drafts a block in one pass: num_depths is the most tokens of a draft, and depth_warmup
+    trains a draft model."""
 
     mask_outside_vocab: ClassVar[bool] = False
 
