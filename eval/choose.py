@@ -136,7 +136,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         outputs, said = run_report.lossless_verdict(verifier, params.greedy, *merged)
         found[name] = {
             "method": plans[name].method,
-            "speculative_config": plans[name].config.given(),
+            "speculative_config": plans[name].config.as_dict(),
             "num_speculative_tokens": proposer.num_speculative_tokens,
             "num_speculative_tokens_said": describe_k(plans[name].config, proposer.num_speculative_tokens),
             "lossless": verifier.lossless,

@@ -61,7 +61,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     engine.policy = plan.policy.build(target, proposer, cfg["max_batch_size"])
     identity = records.run_identity(target, chosen, params, cfg, scheme) | {
         "method": name,
-        "speculative_config": plan.config.given(),
+        "speculative_config": plan.config.as_dict(),
         **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},
         "request_rate": str(cfg["request_rate"]),
         **shape,

@@ -58,7 +58,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     identity = records.run_identity(target, chosen, params, cfg, scheme) | {
         "method": name,
-        "speculative_config": plan.config.given(),
+        "speculative_config": plan.config.as_dict(),
         "drafter_weights": records.drafter_weights(plan),
         "tensor_parallel_size": size,
         **shape,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -240,20 +241,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How a serving engine takes the drafters of a method.
-
-    format: the module of specdec.checkpoint that writes them for the engine
-    method: the engine's name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
-    release: the engine's key in specdec.checkpoint.lint, where its newest release does not load them
-    """
-
-    format: str
-    method: str
-    release: str | None = None
-
-
-@dataclass(frozen=True)
 class MethodFacts:
     """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as `facts`,
     so that no module outside specdec.method names a method.
@@ -272,7 +259,7 @@ class MethodFacts:
     max_draft_key: key of a checkpoint's config with the most tokens of a draft
     one_is_no_limit: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
     drafts_max: as many tokens as `max_draft_key` says is also the usual number
-    serving: by engine (vllm, sglang, speculators), how it takes the drafters; an engine that is not there does not
+    serving: by engine, its name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
     served_in_target: the drafter is part of the target's own checkpoint where it is served
     """
 
@@ -290,7 +277,7 @@ class MethodFacts:
     max_draft_key: str | None = None
     one_is_no_limit: bool = False
     drafts_max: bool = False
-    serving: Mapping[str, Serving] = field(default_factory=dict)
+    serving: Mapping[str, str] = field(default_factory=dict)
     served_in_target: bool = False
 
 
@@ -298,6 +285,13 @@ class Proposer(Protocol):
     """Drafts tokens. It owns its state and repairs it from the context; nobody calls an update."""
 
     facts: ClassVar[MethodFacts]
+
+    @classmethod
+    def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
+        """Settings that its YAML leaves to the user, with which it drafts for this target: what the contract tests and eval/prove.py
+        use. directory: an empty one, for an untrained checkpoint or for what it writes."""
+        ...
+
     num_speculative_tokens: int
     hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
     needs_logits: bool  # the logits that the last token was chosen from
@@ -369,6 +363,11 @@ class StatelessProposer:
     """Defaults for a proposer that keeps no cache and asks nothing of the target."""
 
     facts: ClassVar[MethodFacts] = MethodFacts()
+
+    @classmethod
+    def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
+        return {}
+
     num_speculative_tokens = 0
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False

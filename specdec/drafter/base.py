@@ -5,6 +5,7 @@ weights to a checkpoint. `specdec.drafter.autoregressive` adds attention; `metho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -294,6 +295,16 @@ class Drafter(UnrolledDrafter):
         """Nothing to undo: the next request overwrites the row."""
 
     # ---------------------------------------------------------------- at rest
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        native.save(directory, cls.example_checkpoint(target), {}, "")
+        return {"model": str(directory)}
+
+    @classmethod
+    def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
+        """An untrained drafter that reaches as much of the method's code as one can."""
+        return cls.init_checkpoint(target, {}, Init())
 
     @classmethod
     def init_checkpoint(

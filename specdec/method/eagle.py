@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
-from specdec.core import MethodFacts, Serving
+from specdec.core import MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter, Geometry, Layer
 from specdec.drafter.batch import Batch
@@ -56,7 +56,7 @@ class Eagle(AutoregressiveDrafter):
         runs_model=True,
         name_marks=("eagle-",),
         train_script="eagle",
-        serving={"vllm": Serving("raw_eagle", "eagle"), "sglang": Serving("raw_eagle", "EAGLE")},
+        serving={"vllm": "eagle", "sglang": "EAGLE"},
     )
     objective_type = Objective
 

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.checked import Checked
-from specdec.core import MethodFacts, Serving
+from specdec.checkpoint.native import Checkpoint
+from specdec.core import MethodFacts
 from specdec.drafter.autoregressive import AttentionLayer, AutoregressiveDrafter, Geometry, Layer
+from specdec.drafter.base import Init
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
@@ -100,13 +102,13 @@ class Eagle3(AutoregressiveDrafter):
         runs_model=True,
         name_marks=("eagle3",),
         train_script="eagle",
-        serving={
-            "speculators": Serving("speculators", "eagle3"),
-            "vllm": Serving("raw_eagle3", "eagle3"),
-            "sglang": Serving("raw_eagle3", "EAGLE3"),
-        },
+        serving={"vllm": "eagle3", "sglang": "EAGLE3"},
     )
     architecture_type: ClassVar[type[Architecture]] = Architecture
+
+    @classmethod
+    def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
+        return cls.init_checkpoint(target, {}, Init(), vocab_ids=np.arange(60, 200))
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,11 @@ class ExtractHiddenStates(StatelessProposer):
 
     facts = MethodFacts(drafts=False)
 
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}}
+        return {"draft_model_config": layers, "shared_storage_path": str(directory)}
+
     def __init__(
         self,
         target: CausalLM,

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
-from specdec.core import Context, Draft, MethodFacts, Serving
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Drafter, empty_draft
 from specdec.drafter.batch import Batch
@@ -89,7 +89,7 @@ class MLP(Drafter):
         train_script="mlp",
         max_draft_key="n_predict",
         drafts_max=True,
-        serving={"vllm": Serving("mlp_speculator", "mlp_speculator", "vllm_0_32")},
+        serving={"vllm": "mlp_speculator"},
     )
     objective_type = Objective
 

@@ -23,10 +23,10 @@ from specdec.checked import Checked, first_line
 from specdec.checkpoint import hf_common, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, MethodFacts, Serving
+from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
-from specdec.drafter.base import UnrolledObjective, empty_draft
+from specdec.drafter.base import Init, UnrolledObjective, empty_draft
 from specdec.drafter.batch import Batch
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
@@ -136,7 +136,7 @@ class MTP(AutoregressiveDrafter):
         train_script="mtp",
         max_draft_key="num_modules",
         one_is_no_limit=True,
-        serving={"vllm": Serving("mtp", "mtp"), "sglang": Serving("mtp", "NEXTN")},
+        serving={"vllm": "mtp", "sglang": "NEXTN"},
         served_in_target=True,
     )
     objective_type = Objective
@@ -151,6 +151,10 @@ class MTP(AutoregressiveDrafter):
         revision: str | None = None,
     ):
         super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+
+    @classmethod
+    def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
+        return cls.init_checkpoint(target, {"num_modules": 3}, Init())
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str | None, revision: str | None) -> Checkpoint:

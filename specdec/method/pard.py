@@ -6,6 +6,7 @@ next forward overwrites K and V of mask tokens. The rest, and how any causal LM 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specdec.checkpoint import causal_lm, hf_common
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, MethodFacts, Serving
+from specdec.core import Context, MethodFacts
 from specdec.drafter.block import BlockDrafter, BlockLayout, BlockObjective
 from specdec.method import draft_model
 from specdec.method.draft_model import DraftModel
@@ -46,7 +47,7 @@ class Pard(BlockDrafter, DraftModel):
         train_script="pard",
         mask_key="pard_token",
         max_draft_key="num_depths",
-        serving={"vllm": Serving("causal_lm", "draft_model")},
+        serving={"vllm": "draft_model"},
     )
     architecture_type = Architecture
     objective_type = Objective
@@ -106,6 +107,11 @@ class Pard(BlockDrafter, DraftModel):
         for b in np.flatnonzero(draft_B):
             self.cached_R[context.rows[b]] = int(context.length_B[b]), 0
         return logits_NV, layout
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        return {"model": str(target.path), "pard_token": target.vocab_size - 1}
+
 
     def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         super().for_training(objective, init, feature_sample, warm_start)

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.core import Context, MethodFacts, Serving
+from specdec.core import Context, MethodFacts
 from specdec.drafter import block, losses, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import BlockDrafter, BlockLayout, BlockObjective
@@ -44,7 +44,7 @@ class PEagle(BlockDrafter, Eagle3):
         train_script="eagle",
         mask_key="mask_token_id",
         max_draft_key="num_depths",
-        serving={"speculators": Serving("speculators", "eagle3"), "vllm": Serving("raw_eagle3", "eagle3")},
+        serving={"vllm": "eagle3"},
     )
     objective_type = Objective
     architecture_type = Architecture
