@@ -365,7 +365,7 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
     source = OnlineFeatures(target, (1, 3))
     write(source, samples[:4], tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "save_file", killed)
+        patch.setattr(artifact, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             write(source, samples, tmp_path)
     assert len([path for path in tmp_path.iterdir() if path.name.startswith(".")]) == 1
@@ -587,7 +587,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_only(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path, metadata)
 
-    monkeypatch.setattr(features, "save_file", full)
+    monkeypatch.setattr(artifact, "save_file", full)
     with pytest.raises(OSError, match=r"could not be written \(.*No space left on device.*\); is the disk full\?") as error:
         write(source, samples, tmp_path, plain=plain)
     assert str(tmp_path) in line(error)
@@ -595,7 +595,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_only(
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 2
     before = [path.read_bytes() for path in files]
-    monkeypatch.setattr(features, "save_file", real)
+    monkeypatch.setattr(artifact, "save_file", real)
     stored = StoredFeatures(write(source, samples, tmp_path, plain=plain), target, (1, 3))
     assert [path.read_bytes() for path in files] == before
     same(stored(samples), source(samples))
