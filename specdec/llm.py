@@ -222,7 +222,6 @@ class SpeculativeConfig(Checked):
         auto, trims = self.num_speculative_tokens == "auto", bool(self.enable_adaptive_verification)
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, most):
             auto, trims = False, True  # the draft itself is looked at before its length is chosen
-        proposer.return_confidence = trims
         return Adaptive(table, most, max_batch_size, auto, trims, proposer.num_confidence_features, scheduled)
 
     def check_processes(self, size: int) -> None:

@@ -184,6 +184,9 @@ class AutoregressiveDrafter(Drafter):
     def bytes_to_grow(self, rows: int, slots: int) -> int:
         return self.cache.bytes_to_grow(rows, slots)
 
+    def wipe(self) -> None:
+        self.cache.wipe()
+
     def reserve(self, rows: int, slots: int) -> None:
         self.cache.reserve(rows, slots)
         super().reserve(rows, slots)

@@ -17,7 +17,7 @@ from specdec import checkpoint, sampling
 from specdec.checked import Checked, first_line
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.model import packed_linear
@@ -76,7 +76,7 @@ def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> Non
         raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
 
 
-class Drafter(TrainableDrafter):
+class Drafter(StatelessProposer, TrainableDrafter):
     """Settings as in vLLM. model: the directory of a checkpoint, a hub id, or a Checkpoint; draft_sample_method: `greedy`
     (argmax at every temperature) or `probabilistic` (drawn at the request's temperature, the law recorded); max_model_len:
     positions that a row may take, beyond which it is not drafted for.
@@ -85,13 +85,9 @@ class Drafter(TrainableDrafter):
     name: ClassVar[str]
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
-    needs_logits = False
-    return_confidence = False
     max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     num_confidence_features = 1
-    parts: tuple[str, ...] = ()
     std = 0.02  # of matrices that are drawn at random
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -249,14 +245,11 @@ class Drafter(TrainableDrafter):
     # ---------------------------------------------------------------- drafting
 
     def draft_sampler(self, context: Context) -> DraftSampler:
-        return DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
+        return DraftSampler(context, self.probabilistic, self.to_target_vocab)
 
     def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft: pair i stands at position i, and the last of K drafts needs pair length + K - 3."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
-
-    def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return 0
 
     def reserve(self, rows: int, slots: int) -> None:
         """The weights become the target's type, and on a CPU are packed. Training is over then."""
@@ -273,12 +266,6 @@ class Drafter(TrainableDrafter):
     def catch_up(self, context: Context) -> bool:
         """Only the last state of a row is ever read."""
         return True
-
-    def on_start(self, row: int, request: Request) -> None:
-        """Nothing to do: the first `propose` brings the prompt's states."""
-
-    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        """Nothing to undo: the next request overwrites the row."""
 
     # ---------------------------------------------------------------- at rest
 
@@ -354,16 +341,11 @@ class DraftSampler:
     softmax(logits / T), laws recorded. said: turns tokens and laws over a draft vocabulary into such over the target's.
     """
 
-    def __init__(
-        self, context: Context, probabilistic: bool, evidence: bool, to_target_vocab: Callable[..., Any] | None = None
-    ):
+    def __init__(self, context: Context, probabilistic: bool, to_target_vocab: Callable[..., Any] | None = None):
         assert not probabilistic or context.uniform_BK is not None
-        self.context, self.probabilistic, self.evidence, self.to_target_vocab = (
-            context,
-            probabilistic,
-            evidence,
-            to_target_vocab,
-        )
+        self.context = context
+        self.probabilistic = probabilistic
+        self.to_target_vocab = to_target_vocab
         self.temperature_B = context.temperature_B
         self.tokens: list[Tensor] = []
         self.most: list[Tensor] = []  # the largest logits, by which it is seen whether all were finite
@@ -374,7 +356,7 @@ class DraftSampler:
         """[B] the next token of every row."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
         token_B, q_BV, most_B = sampling.sample(logits_BV, self.temperature_B, uniform_B)
-        if self.evidence:
+        if self.context.return_confidence:
             self.odds.append(sampling.log_odds(logits_BV, self.temperature_B))
         if self.to_target_vocab is not None:
             token_B, q_BV = self.to_target_vocab(token_B, q_BV)
@@ -386,7 +368,7 @@ class DraftSampler:
     def draft(self, draft_B: np.ndarray) -> Draft:
         """draft_B: tokens that each row really has."""
         q_BKV = torch.stack(self.laws, 1) if self.probabilistic else None
-        confidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
+        confidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.context.return_confidence else None
         finite_BK = sampling.finite(torch.stack(self.most, 1))
         token_BK = torch.stack(self.tokens, 1)
         return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)

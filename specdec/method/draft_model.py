@@ -26,7 +26,7 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, Request, StatelessProposer
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
 from specdec.drafter.batch import Batch
@@ -102,7 +102,7 @@ class Objective(Checked):
         return [1.0]
 
 
-class DraftModel(TrainableDrafter):
+class DraftModel(StatelessProposer, TrainableDrafter):
     """Settings as in vLLM.
 
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
@@ -117,11 +117,7 @@ class DraftModel(TrainableDrafter):
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
-    hidden_layers: tuple[int, ...] = ()
-    needs_logits = False
-    return_confidence = False
     num_confidence_features = 1
-    parts: tuple[str, ...] = ()
     max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     label_offset = 1
 
@@ -182,8 +178,8 @@ class DraftModel(TrainableDrafter):
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         del self.cached_R[row]
 
-    def catch_up(self, context: Context) -> bool:
-        return False
+    def wipe(self) -> None:
+        self.cache.wipe()
 
     def propose(self, context: Context) -> Draft:
         rows, draft_B = context.rows, self.draft_lengths(context)
@@ -192,7 +188,7 @@ class DraftModel(TrainableDrafter):
         start_B, missing = self.uncached_tokens(context, draft_B)
         count_B = np.array([len(tokens) for tokens in missing])
         token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
-        sampler = DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
+        sampler = DraftSampler(context, self.probabilistic, self.to_target_vocab)
         for k in range(int(draft_B.max())):
             # of a row without tokens, logits that nobody reads
             logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))

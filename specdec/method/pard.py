@@ -123,7 +123,7 @@ class Pard(DraftModel):
         if q_NV is not None:
             q_BKV = q_NV.new_zeros(len(rows), num_draft, q_NV.shape[1]).index_put_((at_N[0], at_N[1]), q_NV)
         confidence_BKF = None
-        if self.return_confidence:
+        if context.return_confidence:
             odds_N = sampling.log_odds(logits_NV, context.temperature_B[at_N[0]])
             confidence_BKF = odds_N.new_zeros(len(rows), num_draft, 1).index_put_((at_N[0], at_N[1]), odds_N.unsqueeze(1))
         for b in np.flatnonzero(draft_B):
