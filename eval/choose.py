@@ -12,12 +12,12 @@ prints the table, for people and in Markdown.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdec import script
-
-PLAIN = "none"
+from specdec.params import PLAIN
 
 
 def run(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.policy import cost_table, profiling
 
     params = SamplingParams(**cfg["sampling"])
-    settings = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
+    plans = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
     levels = serving.parse_rates(cfg["rates"])
     for key in ("rounds", "cost_repeats", "cost_context"):
         if cfg[key] is not None and cfg[key] < 1:
@@ -50,10 +50,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     built, engines = {}, {}
-    for name, speculative in settings.items():
+    for name, plan in plans.items():
         try:
-            built[name] = speculative.build(target)
-            engines[name] = Engine(target, *built[name], **shape)
+            built[name] = plan.build(target)
+            engines[name] = Engine(target, *built[name], **shape, clock=serving.Stopwatch())
             tasks.prepare(engines[name], chosen, params)
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None
@@ -79,14 +79,19 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     tables = cost_table.share_verification(tables)
     for name, table in tables.items():
         table.save(path := out_dir / f"cost-{name}.json")
-        if settings[name].decides and settings[name].cost_table is None:
-            settings[name] = settings[name].model_copy(update={"cost_table": str(path)})
+        plan = plans[name]
+        if plan.policy.needs_costs and plan.policy.cost_table is None:
+            given = plan.config.model_copy(update={"cost_table": str(path)})
+            plans[name] = replace(plan, config=given, policy=replace(plan.policy, cost_table=table))
 
     def afresh() -> None:
         """Nothing that a method learned counts twice: the same prompts come again."""
         for name, (proposer, _) in built.items():
-            getattr(proposer, "reset", lambda: None)()
-            engines[name].policy = settings[name].policy(target, proposer, rows)
+            proposer.reset()
+            policy = plans[name].policy.build(target, proposer, rows)
+            engines[name] = Engine(
+                target, *built[name], **shape, cache=engines[name].cache, policy=policy, clock=serving.Stopwatch()
+            )
 
     capacity = None
     if any(not isinstance(level, str) for level in levels):
@@ -111,7 +116,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                         "run": name,
                         "rate": str(level),
                         "round": number,
-                        "method": settings[name].resolved_method,
+                        "method": plans[name].method,
                         "rejection": built[name][1].name,
                         "num_speculative_tokens": built[name][0].num_speculative_tokens,
                         "lossless": built[name][1].lossless,
@@ -132,10 +137,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         at = {str(level): numbers(own[level], tables[name]) for level in levels}
         outputs, said = run_report.lossless_verdict(verifier, params.greedy, *merged)
         found[name] = {
-            "method": settings[name].resolved_method,
-            "speculative_config": settings[name].model_dump(exclude_none=True),
+            "method": plans[name].method,
+            "speculative_config": plans[name].config.given(),
             "num_speculative_tokens": proposer.num_speculative_tokens,
-            "num_speculative_tokens_said": describe_k(settings[name], proposer.num_speculative_tokens),
+            "num_speculative_tokens_said": describe_k(plans[name].config, proposer.num_speculative_tokens),
             "lossless": verifier.lossless,
             "outputs": outputs,
             "outputs_said": said,
@@ -247,7 +252,7 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     from specdec import config, method
     from specdec.checked import nearest
 
-    known = [name for name in method.names() if name != "extract_hidden_states"]
+    known = [name for name in method.names() if name == PLAIN or method.facts(name).drafts]
     for key, form in (("checkpoints", "{eagle3: DIR}"), ("runs", "{a: {method: ngram}}")):
         if not isinstance(cfg[key], dict | None):
             raise ValueError(f"{key}={cfg[key]!r} must be a mapping, such as {key}='{form}'")
@@ -274,7 +279,7 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
     found = {name: settings(name) for name in dict.fromkeys([PLAIN, *given, *checkpoints])}
     for name in given:
-        if name in ("eagle", "eagle3", "peagle", "mlp", "pard") and "model" not in found[name]:
+        if "model" in method.required(name) and "model" not in found[name]:
             raise ValueError(f"methods: {name!r} drafts with a trained drafter; give checkpoints={{{name}: DIR}}")
     for name, own in (cfg["runs"] or {}).items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)) or name in found:
@@ -291,16 +296,16 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def parse(name: str, given: dict[str, Any], rejection: dict[str, Any]) -> Any:
     """A run's object under the rejection scheme of all; plain decoding has no draft to judge."""
-    from specdec.llm import SpeculativeConfig
+    from specdec.speculative_config import SpeculativeConfig
 
     scheme = {key: value for key, value in rejection.items() if value is not None and key != "name"}
     own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection["name"], **given}
     try:
-        parsed = SpeculativeConfig.parse(own)
-        parsed.check()
+        plan = SpeculativeConfig.parse(own).resolve()
+        plan.check_processes(1)
     except ValueError as error:
         raise ValueError(f"run {name!r}: {error}") from None
-    return parsed
+    return plan
 
 
 def describe_k(settings: Any, most: int) -> str:

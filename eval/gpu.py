@@ -118,7 +118,7 @@ class Always(StatelessProposer):
 
 def make_engine(target: CausalLM, rows: int, speculate: bool) -> Engine:
     if not speculate:
-        return Engine(target, method.build("none", target), rejection.build("standard"), rows)
+        return Engine(target, method.build(method.PLAIN, target), rejection.build("standard"), rows)
     scheme = rejection.build("synthetic", K, synthetic_acceptance_length=LENGTH)
     return Engine(target, Always(K), scheme, rows)
 

@@ -24,20 +24,20 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     from specdec import config
     from specdec.engine import Engine
-    from specdec.llm import SpeculativeConfig
     from specdec.measure import logger, records, serving, stats, tasks
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
+    from specdec.speculative_config import SpeculativeConfig
 
     if cfg["checkpoint"] is not None:
         config.apply_checkpoint(cfg)
     params = SamplingParams(**cfg["sampling"])
-    speculative = SpeculativeConfig.parse(config.speculative(cfg))
-    name, scheme = speculative.resolved_method, speculative.rejection_sample_method
-    speculative.check()
+    plan = SpeculativeConfig.parse(config.speculative(cfg)).resolve()
+    name, scheme = plan.method, plan.scheme
+    plan.check_processes(1)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     coming = serving.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
@@ -48,7 +48,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(config.threads(cfg))
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
-    proposer, verifier = speculative.build(target)
+    proposer, verifier = plan.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     engine = Engine(target, proposer, verifier, **shape)
     for _, request, _ in serving.requests(target, chosen, coming, params, cfg["seed"]):
@@ -56,10 +56,11 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
-    engine.policy = speculative.policy(target, proposer, cfg["max_batch_size"])
+    policy = plan.policy.build(target, proposer, cfg["max_batch_size"])
+    engine = Engine(target, proposer, verifier, cache=engine.cache, policy=policy, **shape)
     identity = records.run_identity(target, chosen, params, cfg, scheme) | {
         "method": name,
-        "speculative_config": speculative.model_dump(exclude_none=True),
+        "speculative_config": plan.config.given(),
         **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},
         "request_rate": str(cfg["request_rate"]),
         **shape,
@@ -88,7 +89,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
         def told(turn: serving.StepRecord, _: Any) -> None:
             nonlocal began
-            began = engine.now() - turn.at_s
+            began = engine.clock() - turn.at_s
             steps.add(turn.row())
             advance(0, f"{turn.waiting} waiting, {turn.running} running")
 
@@ -99,7 +100,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
         except KeyboardInterrupt as error:
-            interrupted, stopped_s, exit_code = True, engine.now() - began, script.exit_code(error)
+            interrupted, stopped_s, exit_code = True, engine.clock() - began, script.exit_code(error)
             num_not_due = sum(arrival.at_s > stopped_s for arrival in coming)
             sent.close()
     rows.close()

@@ -22,22 +22,22 @@ def run(cfg: dict[str, Any]) -> None:
     import torch
 
     from specdec import config
-    from specdec.llm import SpeculativeConfig
     from specdec.measure import records
     from specdec.measure.report import console
     from specdec.measure.report import cost as cost_report
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
     from specdec.policy import cost_table, profiling
+    from specdec.speculative_config import SpeculativeConfig
 
     if cfg["checkpoint"] is not None:
         config.apply_checkpoint(cfg)
     for key in ("max_batch_size", "context", "repeats", "max_draft"):
         if cfg[key] is not None and cfg[key] < 1:
             raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
-    speculative = SpeculativeConfig.parse(config.speculative(cfg))
-    name, params = speculative.resolved_method, SamplingParams(**cfg["sampling"])
-    speculative.check()
+    plan = SpeculativeConfig.parse(config.speculative(cfg)).resolve()
+    plan.check_processes(1)
+    name, params = plan.method, SamplingParams(**cfg["sampling"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")
@@ -46,7 +46,7 @@ def run(cfg: dict[str, Any]) -> None:
     torch.set_num_threads(config.threads(cfg))
 
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
-    proposer, _ = speculative.build(target)
+    proposer, _ = plan.build(target)
     most = proposer.num_speculative_tokens
     dtype = str(target.dtype).removeprefix("torch.")
     for key, value in (("target", target.name), ("dtype", dtype)):

@@ -28,11 +28,11 @@ with script.one_line():
     from specdec.core import Request
     from specdec.drafter.base import Drafter, Init
     from specdec.engine import Engine
-    from specdec.llm import SpeculativeConfig
     from specdec.measure import tasks
     from specdec.measure.report import console
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
+    from specdec.speculative_config import SpeculativeConfig
 
 BATCH_SIZES = (1, 3, 8)
 
@@ -75,7 +75,7 @@ def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, 
             greedy.append(out[0, len(prompt) :].tolist())
             advance("generate")
     del theirs
-    plain = decode(target, {"method": "none"}, prompts, sampled, 1)
+    plain = decode(target, {"method": method.PLAIN}, prompts, sampled, 1)
 
     failures = 0
     print(f"{len(prompts)} prompts, {max_tokens} new tokens, {model}, float32, cpu, one thread")
@@ -137,7 +137,7 @@ def conversations(target: CausalLM, count: int, max_tokens: int) -> list[list[in
 def decode(
     target: CausalLM, settings: dict, prompts: list[list[int]], params: SamplingParams, batch_size: int
 ) -> list[list[int]]:
-    engine = Engine(target, *SpeculativeConfig(**settings).build(target), max_batch_size=batch_size)
+    engine = Engine(target, *SpeculativeConfig(**settings).resolve().build(target), max_batch_size=batch_size)
     requests = [Request(str(i), ids, params, seed=i) for i, ids in enumerate(prompts)]
     done = {request.id: request.output_token_ids for request in engine.run(requests)}
     return [done[str(i)] for i in range(len(prompts))]

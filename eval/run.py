@@ -27,7 +27,6 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec import config, method, rejection
     from specdec.drafter import shared_vocab
     from specdec.engine import Engine
-    from specdec.llm import SpeculativeConfig
     from specdec.measure import logger, records, tasks
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
@@ -35,15 +34,16 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.model.target import CausalLM, choose_device
     from specdec.params import SamplingParams
     from specdec.policy import profiling
+    from specdec.speculative_config import SpeculativeConfig
 
     # everything that a typo can break comes before the weights
     if cfg["checkpoint"] is not None:
         config.apply_checkpoint(cfg)
     params = SamplingParams(**cfg["sampling"])
-    speculative = SpeculativeConfig.parse(config.speculative(cfg))
-    name, scheme = speculative.resolved_method, speculative.rejection_sample_method
+    plan = SpeculativeConfig.parse(config.speculative(cfg)).resolve()
+    name, scheme = plan.method, plan.scheme
     size, started = cfg["tensor_parallel_size"], distributed.num_started()
-    speculative.check(size)
+    plan.check_processes(size)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     logger.check_logger(cfg["logger"])
@@ -54,24 +54,27 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
     processes = distributed.join(size, choose_device(model["device"]))
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
-    proposer, verifier = speculative.build(target)
+    proposer, verifier = plan.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     identity = records.run_identity(target, chosen, params, cfg, scheme) | {
         "method": name,
-        "speculative_config": speculative.model_dump(exclude_none=True),
-        "drafter_weights": records.drafter_weights(speculative),
+        "speculative_config": plan.config.given(),
+        "drafter_weights": records.drafter_weights(plan),
         "tensor_parallel_size": size,
         **shape,
     }
     passes = [(out_dir / "requests.jsonl", proposer, verifier)]
-    if cfg["baseline"] and name != "none":
-        passes.insert(0, (out_dir / "baseline.jsonl", method.build("none", target), rejection.build("standard")))
+    if cfg["baseline"] and name != method.PLAIN:
+        passes.insert(0, (out_dir / "baseline.jsonl", method.build(method.PLAIN, target), rejection.build("standard")))
     cache = target.new_cache()
-    engines = [Engine(target, own, judge, cache=cache, **shape) for _, own, judge in passes]
-    engines[-1].policy = speculative.policy(target, proposer, cfg["max_batch_size"])
+    policies = [None, plan.policy.build(target, proposer, cfg["max_batch_size"])][-len(passes) :]
+    engines = [
+        Engine(target, own, judge, cache=cache, policy=policy, **shape)
+        for (_, own, judge), policy in zip(passes, policies, strict=True)
+    ]
     for engine in engines:
         tasks.prepare(engine, chosen, params)
-    names = ["none", name][-len(passes) :]
+    names = [method.PLAIN, name][-len(passes) :]
     recorded: list[records.JsonlFile] = []
     if processes.is_main:  # of several processes with the same answers, one writes
         records.claim(out_dir, cfg["resume"], identity)
@@ -127,7 +130,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if isinstance(two_vocabularies, shared_vocab.SharedVocab):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     records.write_json(out_dir / "summary.json", summary)
-    num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
+    num_draft = f"{'up to ' if policies[-1] else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
     more = [run_report.proposer_table(summary)] if "proposers" in summary["overall"] else []

@@ -333,7 +333,7 @@ def _hold(said: str, value: Any, wanted: Any, what: str) -> None:
 
 def _speculative_fields() -> dict[str, Any]:
     """Type of every key that a method or a rejection scheme can have."""
-    from specdec.llm import SpeculativeConfig
+    from specdec.speculative_config import SpeculativeConfig
 
     return {name: field.annotation for name, field in SpeculativeConfig.model_fields.items()}
 
@@ -428,11 +428,11 @@ def _name_by_object(cfg: DictConfig) -> None:
     """Where speculative_config is given, the groups say what it says, so that the run's name and its saved config are true."""
     if cfg.get("speculative_config") is None:
         return
-    from specdec.llm import SpeculativeConfig
+    from specdec.speculative_config import SpeculativeConfig
 
     given = SpeculativeConfig.parse(OmegaConf.to_container(cfg, resolve=True)["speculative_config"])  # type: ignore[call-overload, index]
     with open_dict(cfg):
-        cfg.method = {"name": given.resolved_method}
+        cfg.method = {"name": given.infer_method()}
         cfg.rejection = {"name": given.rejection_sample_method}
 
 

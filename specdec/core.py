@@ -33,9 +33,9 @@ Letters of probabilities: p is the target's, q is the drafter's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -77,6 +77,17 @@ class Draft:
         token_BK = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         return cls(token_BK, torch.zeros(num_rows, dtype=torch.int64))
 
+    def check_tree(self, source: str) -> None:
+        """Raise ValueError, one line, if a node's parent is not before it. source: what made the draft."""
+        if self.parent_BK is not None:
+            place_K = torch.arange(self.parent_BK.shape[1])
+            is_wrong_BK = ((self.parent_BK < -1) | (self.parent_BK >= place_K)) & (place_K < self.length_B.unsqueeze(1))
+            if is_wrong_BK.any():
+                b, k = is_wrong_BK.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{source}: node {k} of row {b} has parent {int(self.parent_BK[b, k])}; it must be -1 or a node before it"
+                )
+
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
         width = int(length_B.max(initial=0))
@@ -111,12 +122,12 @@ class Draft:
 
     def _by_row(self, of_tensor: Callable[[Tensor], Tensor], of_names: Callable[[list[str]], list[str]]) -> Draft:
         """Every field that is set, whose first dimension is always the row, passed through one of the functions."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Draft(
-            **{
-                name: None if x is None else of_tensor(x) if isinstance(x, Tensor) else of_names(x) for name, x in values.items()
-            }
-        )
+        values: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = of_names(value) if name == "proposer_B" else of_tensor(value)
+        return Draft(**values)
 
 
 def require_chain(draft: Draft, user: str) -> None:
@@ -131,7 +142,7 @@ class Verdict:
 
     num_accepted_B: draft tokens of each row that are accepted.
     token_B: the token that follows them: *recovered* after a rejection, *bonus* when all were accepted.
-    path_BK: the accepted nodes of a tree, in order; entries beyond the accepted ones are padding. None: 0, 1, ..., as of a chain.
+    path_BK: the accepted nodes of a tree, in order; entries beyond the accepted ones are padding. None: 0, 1, ..., a chain's.
     """
 
     num_accepted_B: Tensor
@@ -303,12 +314,68 @@ class Context:
         return torch.tensor(values, dtype=torch.float32, device=self.last_token_B.device)
 
 
+@dataclass(frozen=True)
+class Serving:
+    """How a serving engine takes the drafters of a method.
+
+    format: the module of specdec.checkpoint that writes them for the engine
+    method: the engine's name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
+    release: the engine's key in specdec.checkpoint.lint, where its newest release does not load them
+    """
+
+    format: str
+    method: str
+    release: str | None = None
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as
+    `facts`, so that no module outside specdec.method names a method.
+
+    drafts: false for a method that never drafts a token
+    composes: it takes `proposers`, a list of other methods with their settings, and assigns a model to one of them
+    runs_model: its drafts cost time, as those of a model do; a lookup's cost next to nothing
+    model_hint: the fix in the error line about a missing `model`; unless given, the script that trains one
+    model_spellings: values of `model` that mean this method, where no method is given
+    name_marks: words of a hub id that mean this method, where no method is given
+    aliases: other names of the method, as patterns of fnmatch
+    parallel_of: the method that is this one under `parallel_drafting`
+    parallel_only: its drafters cannot draft token by token
+    train_script: stem of the script in train/ that trains its drafters; None: there is nothing to train
+    mask_key: key of a checkpoint's config with the token whose embedding stands for tokens that are not known yet
+    max_draft_key: key of a checkpoint's config with the most tokens of a draft
+    one_is_no_limit: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
+    drafts_max: as many tokens as `max_draft_key` says is also the usual number
+    serving: by engine (vllm, sglang, speculators), how it takes the drafters; an engine that is not there does not
+    served_in_target: the drafter is part of the target's own checkpoint where it is served
+    """
+
+    drafts: bool = True
+    composes: bool = False
+    runs_model: bool = False
+    model_hint: str | None = None
+    model_spellings: tuple[str, ...] = ()
+    name_marks: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    parallel_of: str | None = None
+    parallel_only: bool = False
+    train_script: str | None = None
+    mask_key: str | None = None
+    max_draft_key: str | None = None
+    one_is_no_limit: bool = False
+    drafts_max: bool = False
+    serving: Mapping[str, Serving] = field(default_factory=dict)
+    served_in_target: bool = False
+
+
 class Proposer(Protocol):
     """Drafts tokens. It owns its caches and repairs them from the context: nothing tells it of a rollback.
 
     `StatelessProposer` has a default for everything but `propose`; `check_proposer` holds an object to the protocol.
     """
 
+    facts: ClassVar[MethodFacts]
     name: str  # in error lines
     num_speculative_tokens: int  # K, the most tokens of a draft
     max_model_len: int | None  # positions that a row may take, beyond which it is not drafted for; None: no limit of its own
@@ -317,7 +384,7 @@ class Proposer(Protocol):
     needs_uniforms: bool  # uniforms to draw with
     num_confidence_features: int  # F of the confidence that its drafts can come with; 0: none
     component_names: tuple[str, ...]  # of the proposers that it is composed of, as in Draft.proposer_B; (): it is not composed
-    cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time; None: none of them, or itself
+    cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time, if one does
 
     def on_start(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
@@ -395,6 +462,7 @@ class FixedLengthPolicy:
 class StatelessProposer:
     """Defaults for a proposer: no cache, and nothing read of the target but its tokens."""
 
+    facts: ClassVar[MethodFacts] = MethodFacts()
     name = ""
     num_speculative_tokens = 0
     max_model_len: int | None = None
@@ -466,8 +534,8 @@ def draft_from_lists(
     confidence_BKF = None
     if confidence is not None:
         padded_BKF = np.zeros((*token_BK.shape, confidence[0].shape[1]), dtype=np.float32)
-        for row, features in zip(padded_BKF, confidence, strict=True):
-            row[: len(features)] = features
+        for padded_KF, features in zip(padded_BKF, confidence, strict=True):
+            padded_KF[: len(features)] = features
         confidence_BKF = torch.from_numpy(padded_BKF).to(device, non_blocking=True)
     token = torch.from_numpy(token_BK).to(device, non_blocking=True)
     return Draft(token, torch.from_numpy(length_B), confidence_BKF=confidence_BKF)

@@ -7,7 +7,7 @@ A step, in the order in which things happen:
     draft     the policy decides how much to draft for each row; the proposer drafts for the rows that draft at all (ragged);
               the policy decides how much of that to verify
     forward   the target processes each row's last token and its draft, all rows in one ragged forward
-    verify    logits -> probabilities -> the rejection scheme decides how much of each draft is accepted, and which token follows
+    verify    logits -> probabilities -> the rejection scheme decides how much of each draft is accepted, and what follows
     commit    one read of the device; stop rules, append, statistics; finished requests leave their rows
 
 Rejected tokens stay in their slots and the next forward overwrites them. Invariant, asserted in every step: *the target's cache
@@ -41,7 +41,7 @@ from specdec.core import (
     require_chain,
 )
 from specdec.model.device import Timer, free_memory
-from specdec.model.kv import CAUSAL, SlotCache, Tree, pack_ragged, pad_ragged
+from specdec.model.kv import CAUSAL, SlotCache, Tree, Visibility, pack_ragged, pad_ragged
 from specdec.model.target import CausalLM, Output
 from specdec.rejection import Verifier
 from specdec.row_state import RowState
@@ -82,10 +82,10 @@ class HostVerdict:
         padded_BJ = np.concatenate([np.zeros_like(self.path_BK[:, :1]), 1 + self.path_BK], 1)
         return np.take_along_axis(padded_BJ, self.num_accepted_B[:, None], 1)[:, 0]
 
-    def node_of(self, b: int, count: int) -> np.ndarray:
-        """[count] where the last committed token (0) and the accepted ones (1 + their place in the draft) are in the forward."""
+    def nodes(self, b: int, count: int) -> slice | np.ndarray:
+        """Where the last committed token of row b (0) and its first count - 1 accepted ones are in the forward."""
         if self.path_BK is None:
-            return np.arange(count)
+            return slice(count)
         return np.concatenate([[0], 1 + self.path_BK[b, : count - 1]])
 
 
@@ -381,7 +381,7 @@ class Engine:
         count_R = np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows] = length_B - 1
         count_R[rows] = count_B
-        visibility = CAUSAL
+        visibility: Visibility = CAUSAL
         if draft.parent_BK is not None:
             parent_RJ = np.full((len(start_R), draft.token_BK.shape[1] + 1), -1, dtype=np.int64)
             parent_RJ[rows, 1:] = draft.parent_BK.numpy() + 1
@@ -565,8 +565,7 @@ class Engine:
             hidden = hidden_NTD.split((draft.length_B + 1).tolist())
             for b, row in enumerate(rows):
                 if state.max_draft_R[row]:
-                    is_chain = verdict.path_BK is None
-                    state.hidden_R[row].append(hidden[b][: count_B[b]] if is_chain else hidden[b][verdict.node_of(b, count_B[b])])
+                    state.hidden_R[row].append(hidden[b][verdict.nodes(b, count_B[b])])
 
         timer.mark()
         now = self.clock()
@@ -581,7 +580,7 @@ class Engine:
 
     def _move_accepted(self, rows: np.ndarray, length_B: np.ndarray, verdict: HostVerdict, count_B: np.ndarray) -> None:
         """K and V of a tree's accepted nodes go to the slots of their positions."""
-        node_N = np.concatenate([verdict.node_of(b, count) for b, count in enumerate(count_B)])
+        node_N = np.concatenate([verdict.nodes(b, count) for b, count in enumerate(count_B)])
         depth_N = np.concatenate([np.arange(count) for count in count_B])
         first_N = np.repeat(length_B - 1, count_B)
         moves = node_N != depth_N

@@ -29,8 +29,8 @@ from specdec.files import apply_umask, read_json, writing
 
 DEFAULT = "smollm2-135m"
 ADAPTER = "adapter_config.json"  # of a PEFT adapter
-DEEPEST = 1000  # layers that any model may have
-_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers")
+MAX_LAYERS = 1000  # layers that any model may have
+_DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     if directory.is_dir():
         if not (directory / "config.json").exists() and not (directory / ADAPTER).exists():
             raise ValueError(f"{directory}: no config.json, so this is not a model directory; give the folder that holds it")
-        return checked(directory)
+        return check_config(directory)
     if name in EMBEDDED:
         return make_once(cache_dir() / name, lambda temporary: _convert(name, temporary))
     kind, _, rest = name.partition("-")
@@ -128,7 +128,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
-    return checked(_from_hub(name, revision))
+    return check_config(_from_hub(name, revision))
 
 
 def local(name: Any, what: str) -> Path:
@@ -143,7 +143,7 @@ def local(name: Any, what: str) -> Path:
     return path
 
 
-def checked(directory: Path) -> Path:
+def check_config(directory: Path) -> Path:
     """The directory itself, before transformers sees it. Raises ValueError if its config asks for more layers than any model
     has, which would be made one by one, or if a PEFT adapter is in it: transformers applies one if `peft` is installed, and
     passes over it without a word if not, so that the same directory would be two models."""
@@ -157,11 +157,11 @@ def checked(directory: Path) -> Path:
     except ValueError:  # whoever loads it says so
         return directory
     for part in [config, *config.values()] if isinstance(config, dict) else []:
-        for key in _DEPTHS:
+        for key in _DEPTH_KEYS:
             deep = part.get(key) if isinstance(part, dict) else None
-            if isinstance(deep, int) and deep > DEEPEST:
+            if isinstance(deep, int) and deep > MAX_LAYERS:
                 raise ValueError(
-                    f"{directory}: {key}={deep} in config.json is outside 1..{DEEPEST}; take another copy of the model"
+                    f"{directory}: {key}={deep} in config.json is outside 1..{MAX_LAYERS}; take another copy of the model"
                 )
     return directory
 
@@ -188,7 +188,7 @@ def load_model(path: str | Path, **options: Any) -> Any:
     directory runs. options: of `from_pretrained`. Every model that is not a `CausalLM` comes through here."""
     from transformers import AutoModelForCausalLM
 
-    directory = checked(Path(path))
+    directory = check_config(Path(path))
     return AutoModelForCausalLM.from_pretrained(directory, use_safetensors=True, trust_remote_code=False, **options)
 
 

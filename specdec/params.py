@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from specdec.checked import Checked
 
+PLAIN = "none"  # the method without speculation, the baseline of every speedup
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
@@ -63,8 +64,8 @@ class SamplingParams(Checked):
         for key, value in (self.speculative_config or {}).items():
             if key not in ("method", "num_speculative_tokens"):
                 raise ValueError(f"speculative_config key {key!r} is not a request's; it may lower num_speculative_tokens")
-            if key == "method" and value != "none":
-                raise ValueError(f"speculative_config method={value!r} of a request: only 'none' can be said there")
+            if key == "method" and value != PLAIN:
+                raise ValueError(f"speculative_config method={value!r} of a request: only {PLAIN!r} can be said there")
             if key == "num_speculative_tokens" and (type(value) is not int or value < 0):
                 raise ValueError(f"speculative_config num_speculative_tokens={value!r} of a request must be a number from 0 on")
         if "" in self.stop:
@@ -82,7 +83,7 @@ class SamplingParams(Checked):
     def num_speculative_tokens(self) -> int | None:
         """What the request itself says about it: 0 for none, None for the engine's."""
         own = self.speculative_config or {}
-        return 0 if own.get("method") == "none" else own.get("num_speculative_tokens")
+        return 0 if own.get("method") == PLAIN else own.get("num_speculative_tokens")
 
     @property
     def greedy(self) -> bool:

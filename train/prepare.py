@@ -60,7 +60,7 @@ def run(cfg: dict[str, Any]) -> None:
     torch.set_num_threads(cfg["num_threads"] or 1)
     target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
     engine = Engine(
-        target, method.build("none", target), rejection.build("standard"), cfg["max_batch_size"],
+        target, method.build(method.PLAIN, target), rejection.build("standard"), cfg["max_batch_size"],
         min(cfg["max_model_len"], target.max_model_len),
     )  # fmt: skip
     prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out, openings)
@@ -248,8 +248,8 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
     from specdec import hub
     from specdec.core import Request
-    from specdec.llm import derived_seed
     from specdec.measure.report import console
+    from specdec.prompts import derived_seed
     from specdec.training import data
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer

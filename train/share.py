@@ -64,7 +64,7 @@ def run(cfg: dict[str, Any]) -> None:
     lm = kind in causal_lm.WRITES
     if measured is not None:
         must_be_of(measured, source, kind, cfg["eval"])
-    made = causal_lm.read(source, None, kind) if lm else checkpoint.load(source)
+    made = causal_lm.load(source, None, kind) if lm else checkpoint.load(source)
     target, given = None, cfg["target"] or (made.target.get("name") if holds_parts(made, cfg["format"]) else None)
     if given is not None:
         target = CausalLM(given, "float32", "cpu")

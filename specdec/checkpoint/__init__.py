@@ -1,60 +1,113 @@
-"""Drafter checkpoints: `native` is ours, one directory of JSON and safetensors. Every other format is a file here, that knows
-its own config.json, reads it into a native checkpoint and writes one; `lint` holds a directory against what engines load.
+"""Drafter checkpoints: `native` is the format of this project, one directory of JSON and safetensors. Every other format is one
+module here, a `Format`; `lint` checks a directory against the rules of the serving engines.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from specdec.checkpoint import hf_common, native
+from specdec.checkpoint.hf_common import Export
+from specdec.checkpoint.native import Checkpoint
+from specdec.model.target import CausalLM
 
 if TYPE_CHECKING:
-    from specdec.checkpoint.native import Checkpoint
-    from specdec.model.target import CausalLM
+    from specdec.checkpoint.lint import Findings, TargetFacts
 
-# A format is a module with recognises(config, names of tensors), read(directory, config), write(checkpoint, directory, engine,
-# target, served, count), and WRITES: the engines that load it, for each method that it holds. The first that recognises a
-# directory reads it, so one that asks for less stands further back.
-FORMATS = ("speculators", "mlp_speculator", "mtp", "raw_eagle3", "raw_eagle", "causal_lm")
-# What others share and we cannot read, by a word of its config.json.
+# Formats that others share and that cannot be read here, by a word of their config.json.
 UNREADABLE = ("medusa", "dflash", "dspark", "xpress", "domino", "hydra", "deepseek", "mtp", "minimax", "kimi")
 
 
-def load(path: str | Path, revision: str | None = None) -> Checkpoint:
-    """A drafter in any known format, recognised by its config.json: a directory, a training run's (its best), or a hub id.
+class Format(Protocol):
+    """What a module of this package declares to be a format: it is found by its PRECEDENCE.
 
-    Raises ValueError, one line, for what is not one, not whole, or would need code or pickles to be read.
+    PRECEDENCE: formats are tried in ascending order, and the first that recognises a directory reads it. 0: a key of
+        config.json names the format. Higher: it requires less, and would also match directories of the formats before it.
+    WRITES: {method: {engine: its name in `lint.ENGINES`}}, the methods whose drafters it holds and the engines that load them.
     """
-    from specdec.checkpoint import causal_lm, hf_common, native
 
+    PRECEDENCE: int
+    WRITES: dict[str, dict[str, str]]
+
+    def recognises(self, config: dict[str, Any], names: set[str]) -> bool:
+        """Whether a directory has this format. config: its config.json; names: of its tensors."""
+
+    def method_of(self, config: dict[str, Any], names: set[str]) -> str:
+        """The method that drafts with a directory of this format."""
+
+    def read(self, directory: Path, config: dict[str, Any]) -> Checkpoint:
+        """The drafter of a directory. Raises ValueError, one line, for one that is not complete or cannot be represented."""
+
+    def needs_target(self, checkpoint: Checkpoint) -> bool:
+        """Whether `write` needs the loaded target, to write parts of it."""
+
+    def write(self, checkpoint: Checkpoint, directory: Path, export: Export) -> None:
+        """Write a drafter into a directory that exists and nobody reads yet. Raises ValueError, one line, if it cannot."""
+
+    def lint(self, directory: Path, config: dict[str, Any], findings: Findings, target: TargetFacts) -> None:
+        """Add what keeps engines from loading a directory of this format."""
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """Every format by name, in the order in which they are tried."""
+    modules = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
+    found = {name: cast(Format, module) for name, module in modules.items() if "PRECEDENCE" in vars(module)}
+    return dict(sorted(found.items(), key=lambda item: (item[1].PRECEDENCE, item[0])))
+
+
+def load(path: str | Path, revision: str | None = None) -> Checkpoint:
+    """A drafter in any known format: a directory, that of a training run (its best), or a hub id.
+
+    Raises ValueError, one line, for what is none, not complete, or would need code or pickles to be read.
+    """
     directory = native.find(path, revision)
     config = hf_common.read_config(directory)
     if config.get("format") == native.FORMAT:
-        return native.load(directory)
-    module = format_of(directory, config)
-    if module is causal_lm:
-        kind, method = config.get("model_type"), causal_lm.method_of(config)
-        raise ValueError(f"{directory}: a causal LM (model_type {kind!r}), which drafts with method={method}")
-    return module.read(directory, config)
+        return native.read(directory, config)
+    return format_of(directory, config).read(directory, config)
 
 
-def format_of(directory: Path, config: dict[str, Any]) -> Any:
-    """The module of a directory's format. Raises ValueError if there is none."""
-    from specdec.checkpoint import hf_common
+def method_of(path: str | Path, revision: str | None = None) -> str:
+    """The method that decodes with a directory, of a drafter in any known format or of a causal LM."""
+    directory = native.find(path, revision)
+    config = hf_common.read_config(directory)
+    if config.get("format") == native.FORMAT:
+        return str(config.get("method"))
+    return format_of(directory, config).method_of(config, set(hf_common.shapes_of(directory)))
 
+
+def format_of(directory: Path, config: dict[str, Any]) -> Format:
+    """The format of a directory that is not native. Raises ValueError if there is none."""
     names = set(hf_common.shapes_of(directory))
-    for name in FORMATS:
-        module = importlib.import_module(f"specdec.checkpoint.{name}")
-        if module.recognises(config, names):
-            return module
-    kind = str(config.get("speculators_model_type") or config.get("model_type"))
-    said = " ".join([kind, *map(str, config.get("architectures") or []), *map(str, config)]).lower()
+    for candidate in formats().values():
+        if candidate.recognises(config, names):
+            return candidate
+    model_type = str(config.get("speculators_model_type") or config.get("model_type"))
+    words = " ".join([model_type, *map(str, config.get("architectures") or []), *map(str, config)]).lower()
     for word in UNREADABLE:
-        if word in said:
-            raise ValueError(f"{directory}: a drafter of kind {word}, which cannot be imported; readable: {', '.join(FORMATS)}")
+        if word in words:
+            readable = ", ".join(formats())
+            raise ValueError(f"{directory}: a drafter of kind {word}, which cannot be imported; readable: {readable}")
     raise ValueError(
-        f"{directory}: no drafter of a known format (model_type {kind!r}, architectures {config.get('architectures')}); "
-        f"readable: native, {', '.join(FORMATS)}"
+        f"{directory}: no drafter of a known format (model_type {model_type!r}, architectures {config.get('architectures')}); "
+        f"readable: native, {', '.join(formats())}"
+    )
+
+
+def format_for(method: str, engine: str) -> Format:
+    """The format in which an engine loads drafters of a method. Raises ValueError if there is none."""
+    engines: list[str] = []
+    for candidate in formats().values():
+        if engine in candidate.WRITES.get(method, {}):
+            return candidate
+        engines += candidate.WRITES.get(method, {})
+    raise ValueError(
+        f"format={engine}: {engine} has no {method} drafters; {method} can be written for {', '.join(['native', *engines])}"
     )
 
 
@@ -63,40 +116,9 @@ def write(
     directory: Path,
     engine: str,
     target: CausalLM | None = None,
-    served: str | None = None,
-    count: int | None = None,
+    target_name: str | None = None,
+    num_speculative_tokens: int | None = None,
 ) -> None:
-    """Write a checkpoint as an engine loads it, into a directory that exists and nobody reads yet.
-
-    engine: vllm, sglang or speculators. target: the loaded target, of which some formats hold parts; served: the name under
-    which the engine is given the target, if it is not the one that the checkpoint was trained with; count: how many tokens to
-    draft, where the format says it.
-    """
-    can: list[str] = []
-    for name in FORMATS:
-        module = importlib.import_module(f"specdec.checkpoint.{name}")
-        if engine in module.WRITES.get(checkpoint.method, ()):
-            module.write(checkpoint, directory, engine, target, served, count)
-            return
-        can += module.WRITES.get(checkpoint.method, ())
-    raise ValueError(
-        f"format={engine}: {engine} has no {checkpoint.method} drafters; "
-        f"{checkpoint.method} can be written for {', '.join(['native', *can])}"
-    )
-
-
-def method_of(path: str | Path, revision: str | None = None) -> str:
-    """The method that decodes with what is in a directory: of a drafter in any known format, or `draft_model` or `pard` of a
-    causal LM."""
-    from specdec.checkpoint import causal_lm, hf_common, mtp, native
-
-    directory = native.find(path, revision)
-    config = hf_common.read_config(directory)
-    if config.get("format") == native.FORMAT:
-        return str(config.get("method"))
-    module = format_of(directory, config)
-    if module is causal_lm:
-        return causal_lm.method_of(config)
-    if module is mtp:
-        return "mtp"
-    return str(module.read(directory, config).method)
+    """Write a checkpoint as an engine loads it, into a directory that exists and nobody reads yet. Arguments: `Export`."""
+    export = Export(engine, target, target_name, num_speculative_tokens)
+    format_for(checkpoint.method, engine).write(checkpoint, directory, export)

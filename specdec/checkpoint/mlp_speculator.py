@@ -13,34 +13,35 @@ import torch
 from torch import Tensor
 
 from specdec.checkpoint import hf_common
-from specdec.checkpoint.hf_common import Shapes
+from specdec.checkpoint.hf_common import Export, Shapes
+from specdec.checkpoint.lint import Findings, TargetFacts, check_names, check_weights
 from specdec.checkpoint.native import Checkpoint
-from specdec.model.target import CausalLM
+from specdec.hub import MAX_LAYERS
 
-WRITES = {"mlp": ("vllm",)}
+PRECEDENCE = 0
+METHOD = "mlp"
+WRITES = {METHOD: {"vllm": "vllm_0_32"}}
 PREFIX = "speculator."
-# tree widths: of a search that nobody runs any more
+# top_k_tokens_per_head and n_candidates are widths of a tree search that no engine runs any more
 KNOWN = {
-    "emb_dim",
-    "inner_dim",
-    "n_predict",
-    "top_k_tokens_per_head",
-    "n_candidates",
-    "tie_weights",
-    "scale_input",
-    "model_type",
-}
+    "emb_dim", "inner_dim", "n_predict", "top_k_tokens_per_head", "n_candidates", "tie_weights", "scale_input", "model_type",
+}  # fmt: skip
 
 
 def recognises(config: dict[str, Any], names: set[str]) -> bool:
     return config.get("model_type") == "mlp_speculator"
 
 
+def method_of(config: dict[str, Any], names: set[str]) -> str:
+    return METHOD
+
+
 def shapes(config: dict[str, Any], hidden: int) -> Shapes:
     """Name and shape of every tensor of a native MLP drafter."""
-    heads, inner, vocab = config["n_predict"], config["inner_dim"], config["draft_vocab_size"]
+    inner = config["inner_dim"]
+    vocab = config["draft_vocab_size"]
     table: Shapes = {}
-    for i in range(heads):
+    for i in range(config["n_predict"]):
         if i < 2 or not config["tie_weights"]:
             table[f"proj.{i}.weight"] = (inner, hidden if i == 0 else inner)
         if i and config["tie_weights"]:
@@ -53,16 +54,12 @@ def shapes(config: dict[str, Any], hidden: int) -> Shapes:
     return table
 
 
-def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
-    name = str(directory)
-    hf_common.refuse_options(config, KNOWN, name)
+def _settings(config: dict[str, Any], name: str) -> tuple[dict[str, Any], int]:
+    """Settings of the native drafter, and its width, from a config.json. name: of the checkpoint, for errors."""
     hidden = hf_common.integer(config, "emb_dim", name)
-    vocab, heads = (
-        hf_common.integer(config, "vocab_size", name),
-        hf_common.integer(config, "n_predict", name, most=hf_common.DEEPEST),
-    )
-    own: dict[str, Any] = {
-        "n_predict": heads,
+    vocab = hf_common.integer(config, "vocab_size", name)
+    settings = {
+        "n_predict": hf_common.integer(config, "n_predict", name, maximum=MAX_LAYERS),
         "inner_dim": config.get("inner_dim") or hidden,
         "tie_weights": bool(config.get("tie_weights")),
         "scale_input": bool(config.get("scale_input")),
@@ -70,60 +67,110 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
         "own_lm_head": True,
         "draft_vocab_size": vocab,
     }
-    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in hf_common.read_tensors(directory).items()}
-    if own["tie_weights"]:
-        drop_copies(tensors, heads, name)
-    hf_common.check_tensors(tensors, shapes(own, hidden), name)
-    facts = hf_common.facts_of(config | {"hidden_size": hidden}, name)
-    return Checkpoint("mlp", own, facts, tensors, name)
+    return settings, hidden
 
 
-def drop_copies(tensors: dict[str, Tensor], heads: int, name: str) -> None:
-    """Tied heads share one tensor; a file may hold it once for each of them."""
+def drop_copies(tensors: dict[str, Tensor], num_heads: int, name: str) -> None:
+    """Remove copies of tensors that tied heads share, of which a file may hold one for each head. Raises ValueError for a copy
+    that differs.
+
+    tensors: changed in place.
+    num_heads: how many heads there are.
+    name: of the checkpoint, for errors.
+    """
     for kind, first in (("emb", 0), ("head", 0), ("ln", 0), ("proj", 1)):
-        for i in range(first + 1, heads):
+        for i in range(first + 1, num_heads):
             for part in ("weight", "bias"):
-                copy, kept = tensors.pop(f"{kind}.{i}.{part}", None), tensors.get(f"{kind}.{first}.{part}")
-                if copy is not None and (kept is None or not torch.equal(copy, kept)):
+                copy = tensors.pop(f"{kind}.{i}.{part}", None)
+                shared = tensors.get(f"{kind}.{first}.{part}")
+                if copy is not None and (shared is None or not torch.equal(copy, shared)):
                     raise ValueError(f"{name}: tie_weights=true, and {kind}.{i}.{part} is not {kind}.{first}.{part}")
 
 
-def write(
-    checkpoint: Checkpoint,
-    directory: Path,
-    engine: str,
-    target: CausalLM | None = None,
-    served: str | None = None,
-    count: int | None = None,
-) -> None:
-    own, tensors = checkpoint.config, dict(checkpoint.tensors or {})
-    hidden, vocab = hf_common.require(checkpoint, "hidden_size"), hf_common.require(checkpoint, "vocab_size")
-    if own["draft_vocab_size"] != vocab:
+# ------------------------------------------------------------------------------------------------ read
+
+
+def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
+    name = str(directory)
+    hf_common.refuse_options(config, KNOWN, name)
+    settings, hidden = _settings(config, name)
+    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in hf_common.read_tensors(directory).items()}
+    if settings["tie_weights"]:
+        drop_copies(tensors, settings["n_predict"], name)
+    hf_common.check_tensors(tensors, shapes(settings, hidden), name)
+    facts = hf_common.target_facts(config | {"hidden_size": hidden}, name)
+    return Checkpoint(METHOD, settings, facts, tensors, name)
+
+
+# ------------------------------------------------------------------------------------------------ write
+
+
+def needs_target(checkpoint: Checkpoint) -> bool:
+    has_parts = checkpoint.config["own_embedding"] and checkpoint.config["own_lm_head"]
+    return not has_parts or hf_common.scales_embedding(checkpoint)
+
+
+def write(checkpoint: Checkpoint, directory: Path, export: Export) -> None:
+    settings = checkpoint.config
+    target = export.target
+    tensors = dict(checkpoint.tensors or {})
+    hidden = hf_common.require(checkpoint, "hidden_size")
+    vocab = hf_common.require(checkpoint, "vocab_size")
+    if settings["draft_vocab_size"] != vocab:
         raise ValueError(
-            f"{checkpoint.name} drafts {own['draft_vocab_size']} of {vocab} tokens, and its format here has no d2t; "
+            f"{checkpoint.name} drafts {settings['draft_vocab_size']} of {vocab} tokens, and its format here has no d2t; "
             "train with train.drafter.draft_vocab_size=null"
         )
-    copies = 1 if own["tie_weights"] else own["n_predict"]
-    for flag, kind in (("own_embedding", "emb"), ("own_lm_head", "head")):
-        if own[flag]:
+    num_copies = 1 if settings["tie_weights"] else settings["n_predict"]
+    for flag, kind, key in (("own_embedding", "emb", "embed_tokens.weight"), ("own_lm_head", "head", "lm_head.weight")):
+        if settings[flag]:
             continue
         if target is None:
             raise ValueError(f"{checkpoint.name} shares its target's {kind}, which the format holds; give target= to write it")
-        key = "embed_tokens.weight" if kind == "emb" else "lm_head.weight"
-        rows = hf_common.copies(checkpoint, target, key)[key]
-        tensors |= {f"{kind}.{i}.weight": rows.clone() for i in range(copies)}
+        rows = hf_common.target_parts(checkpoint, target, key)[key]
+        tensors |= {f"{kind}.{i}.weight": rows.clone() for i in range(num_copies)}
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
         "vocab_size": vocab,
         "emb_dim": hidden,
-        "inner_dim": own["inner_dim"],
-        "n_predict": own["n_predict"],
-        "top_k_tokens_per_head": [1] * own["n_predict"],
+        "inner_dim": settings["inner_dim"],
+        "n_predict": settings["n_predict"],
+        "top_k_tokens_per_head": [1] * settings["n_predict"],
         "n_candidates": 1,
-        "tie_weights": own["tie_weights"],
-        "scale_input": own["scale_input"],
+        "tie_weights": settings["tie_weights"],
+        "scale_input": settings["scale_input"],
     }
     if target is not None:  # without it vLLM takes 2048 for the drafter (vllm#6294)
         config["max_position_embeddings"] = target.max_model_len
     hf_common.write_directory(directory, config, {PREFIX + key: tensor for key, tensor in tensors.items()}, checkpoint)
+
+
+# ------------------------------------------------------------------------------------------------ lint
+
+
+def lint(directory: Path, config: dict[str, Any], findings: Findings, target: TargetFacts) -> None:
+    engines = ("vllm_0_32",)
+    tensors = check_weights(config, hf_common.read_tensors(directory), findings)
+    text = "the MLP speculator is gone: vLLM has its class up to 0.32, and the V0 engine that ran it up to 0.9.2"
+    findings.error("vllm", "format", text)
+    findings.error(("sglang", "speculators"), "format", "there is no MLP speculator")
+    settings, hidden = _settings(config, "config.json")
+    vocab = settings["draft_vocab_size"]
+    num_heads = settings["n_predict"]
+    if target.hidden_size not in (None, hidden):
+        findings.error(engines, "hidden_size", f"emb_dim is {hidden}, and the target's width is {target.hidden_size}")
+    if target.vocab_size not in (None, vocab):
+        findings.error(engines, "vocabulary", f"vocab_size is {vocab}, and the target's is {target.vocab_size}")
+    if len(config.get("top_k_tokens_per_head") or []) != num_heads:
+        text = f"top_k_tokens_per_head must have n_predict={num_heads} entries; nobody reads their values"
+        findings.error(engines, "keys", text)
+    if "max_position_embeddings" not in config:
+        findings.warn(engines, "positions", "no max_position_embeddings: vLLM takes 2048 for the drafter (vllm#6294)")
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    if settings["tie_weights"]:
+        try:
+            drop_copies(tensors, num_heads, "config.json")
+        except ValueError as error:
+            findings.error(engines, "tied", str(error).removeprefix("config.json: "))
+    check_names(tensors, shapes(settings, hidden), findings, engines)

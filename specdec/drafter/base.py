@@ -4,7 +4,7 @@ from a first random draw to a checkpoint. `specdec.drafter.autoregressive` adds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -82,10 +82,10 @@ class Drafter(StatelessProposer, TrainableDrafter):
     positions that a row may take, beyond which it is not drafted for.
     """
 
-    name: ClassVar[str]
+    name: str
+    max_model_len: int
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     num_confidence_features = 1
     std = 0.02  # of matrices that are drawn at random
 
@@ -372,12 +372,6 @@ class DraftSampler:
         finite_BK = sampling.finite(torch.stack(self.most, 1))
         token_BK = torch.stack(self.tokens, 1)
         return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
-
-
-def empty_draft(context: Context) -> Draft:
-    """A draft of no tokens."""
-    rows = len(context.rows)
-    return Draft(context.last_token_B.new_zeros(rows, 0), torch.zeros(rows, dtype=torch.int64))
 
 
 def init_weights(module: nn.Module, seed: int, std: float) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specdec.core import MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import Teacher
@@ -22,10 +23,17 @@ class TrainableDrafter(nn.Module):
     """objective: `weights(num_steps)`, `loss` (a mix of terms), `mask_outside_vocab`, and mostly `steps_at(progress)`. lead:
     row p predicts token p + lead + k at step k."""
 
+    facts: ClassVar[MethodFacts]
     target: CausalLM
     objective: Any
     shared: dict[str, Any]  # frozen parts of the target, and what follows from a config: not registered
     label_offset: ClassVar[int] = 2
+    num_speculative_tokens: int
+    max_draft_tokens: int | None = None  # of a draft, if the checkpoint limits it
+
+    def draft_up_to(self, num_tokens: int) -> None:
+        """Draft that many tokens from now on, or as many as the checkpoint allows."""
+        self.num_speculative_tokens = min(num_tokens, self.max_draft_tokens or num_tokens)
 
     # ---------------------------------------------------------------- what a family adds
 

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from specdec.core import Request
-from specdec.engine import Clock, Engine
+from specdec.engine import Engine
+from specdec.model.device import Timer
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 
@@ -83,10 +84,8 @@ def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
 def ours(engine: Engine, max_tokens: int) -> Decode:
     """Greedy decoding of one prompt by the engine."""
 
-    reset = getattr(engine.proposer, "reset", lambda: None)
-
     def decode(prompt: list[int]) -> int:
-        reset()  # a memory of responses would know this very answer from the warm-up, or from another round
+        engine.proposer.reset()  # a memory of responses would know this very answer from the warm-up, or from another round
         request = Request("0", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
         return sum(len(done.output_token_ids) for done in engine.run([request]))
 
@@ -109,18 +108,19 @@ def hugging_face(model: Any, max_tokens: int, **options: Any) -> Decode:
 @contextlib.contextmanager
 def forwards_timed() -> Iterator[Callable[[], float]]:
     """Within the block, forwards of every CausalLM are timed; yields a function that returns their seconds so far."""
-    plain, clocks = CausalLM.forward, []
+    plain = CausalLM.forward
+    timers: list[Timer] = []
 
     def timed(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        clock = Clock(self.device)
+        timer = Timer(self.device)
         out = plain(self, *args, **kwargs)
-        clock.mark()
-        clocks.append(clock)
+        timer.mark()
+        timers.append(timer)
         return out
 
     CausalLM.forward = timed  # type: ignore[method-assign]
     try:
-        yield lambda: sum(clock.seconds()[0] for clock in clocks)
+        yield lambda: sum(timer.seconds()[0] for timer in timers)
     finally:
         CausalLM.forward = plain  # type: ignore[method-assign]
 

@@ -6,7 +6,6 @@ requests that had not finished; `resume` goes on from there.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -22,11 +21,12 @@ from specdec.checked import first_mistake
 from specdec.checkpoint import native
 from specdec.core import Request
 from specdec.files import parse_json, read_json, read_json_object, writing
-from specdec.llm import SpeculativeConfig, answer_text
 from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.prompts import answer_text
+from specdec.speculative_config import SpeculativePlan
 
 MARKER = "run.json"
 LOCK = ".lock"
@@ -112,16 +112,13 @@ def run_identity(
     }
 
 
-def drafter_weights(speculative: SpeculativeConfig) -> dict[str, str]:
-    """`hub.weights_digest` of every drafter that a config names, by the name it has there."""
-    parts = [speculative.model_dump(), *(speculative.proposers or [])]
-    named = [part["model"] for part in parts if part.get("model") and part.get("method") not in ("custom_class", "ngram")]
-    found = {}
-    for name in named:
-        with contextlib.suppress(ValueError):  # another spelling of a method, or a class
-            directory = native.find(name) if Path(name).expanduser().is_dir() else hub.resolve(name)
-            found[name] = hub.weights_digest(directory)
-    return found
+def drafter_weights(plan: SpeculativePlan) -> dict[str, str]:
+    """`hub.weights_digest` of every drafter of a plan, by the name that it has there."""
+    digests = {}
+    for name in plan.drafters:
+        directory = native.find(name) if Path(name).expanduser().is_dir() else hub.resolve(name)
+        digests[name] = hub.weights_digest(directory)
+    return digests
 
 
 def write_json(path: Path, value: Any) -> None:

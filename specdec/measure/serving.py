@@ -22,11 +22,11 @@ from specdec.checked import nearest, short_repr
 from specdec.core import Request, Step
 from specdec.engine import Engine
 from specdec.files import parse_json
-from specdec.llm import derived_seed
 from specdec.measure.stats import RequestTiming
 from specdec.measure.tasks import Task, first_prompt_ids, request_id
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.prompts import derived_seed
 
 KINDS = ("poisson", "trace")
 MOST = 1_000_000  # arrivals of a run: they are listed before it begins
@@ -229,14 +229,22 @@ class StepRecord:
 def warm_up(engine: Engine, num_tokens: int = 8, num_prompt: int = 64) -> None:
     """Decode made-up prompts in every row, so that what happens once (memory, compilation) is not measured. What a proposer
     remembers of it is forgotten."""
-    policy, engine.policy = engine.policy, None
     room = min(engine.max_model_len, num_prompt + num_tokens)
     params = SamplingParams(temperature=0, max_tokens=min(num_tokens, room - 1), ignore_eos=True)
     ids = (np.arange(max(room - num_tokens, 1)) % min(8, engine.target.vocab_size)).tolist()  # repeats itself: drafts are found
-    for _ in engine.run(Request(f"warm-up {row}", ids, params, row) for row in range(engine.max_batch_size)):
+    # an engine beside it, so that its policy learns nothing
+    beside = Engine(
+        engine.target,
+        engine.proposer,
+        engine.verifier,
+        engine.max_batch_size,
+        engine.max_model_len,
+        engine.prefill_chunk_size,
+        engine.cache,
+    )
+    for _ in beside.run(Request(f"warm-up {row}", ids, params, row) for row in range(engine.max_batch_size)):
         pass
-    engine.policy = policy
-    getattr(engine.proposer, "reset", lambda: None)()
+    engine.proposer.reset()
     # a collection over all that is loaded takes a quarter of a second, and would fall into somebody's first token
     gc.collect()
     gc.freeze()
@@ -288,12 +296,11 @@ def iterate_steps(
     following = iter(timed)
     due = next(following, None)
     flight: dict[str, tuple[float, float]] = {}
-    sleep = engine.now.sleep if isinstance(engine.now, Stopwatch) else time.sleep
-    engine.steps = []
-    begin = engine.now()
+    sleep = engine.clock.sleep if isinstance(engine.clock, Stopwatch) else time.sleep
+    begin = engine.clock()
     try:
         while due is not None or flight:
-            now = engine.now() - begin
+            now = engine.clock() - begin
             while due is not None and (not flight if one_at_a_time else due[0] <= now):
                 arrival_s, request = due
                 assert request.id not in flight, f"two requests are called {request.id}"
@@ -305,11 +312,11 @@ def iterate_steps(
                 assert due is not None
                 sleep(due[0] - now)
                 continue
-            before = engine.now()
+            before = engine.clock()
             finished = engine.step()
-            after = engine.now()
+            after = engine.clock()
             turn = StepRecord(after - begin, after - before, len(engine.waiting), engine.num_running)
-            steps, engine.steps = engine.steps, []
+            steps = [] if engine.last_step is None else [engine.last_step]
             for step in steps:
                 turn.rows, turn.draft_s, turn.verify_s = len(step.drafted_B), step.draft_s, step.verify_s
                 turn.made, turn.drafted = int(step.made_B.sum()), int(step.drafted_B.sum())
@@ -317,7 +324,6 @@ def iterate_steps(
             told(turn, steps)
             yield [(*flight.pop(request.id), request) for request in finished]
     finally:
-        engine.steps = None
         if flight:
             engine.abort_all()
 
@@ -402,7 +408,9 @@ def run_interleaved(
         for name in names[first:] + names[:first]:
             coming = list(requests(engines[name].target, piece, at, params, seed))
             task_of |= {request.id: task for _, request, task in coming}
-            engines[name].now = watches[name] = Stopwatch()
+            watch = engines[name].clock
+            assert isinstance(watch, Stopwatch), f"engine {name} needs a Stopwatch as its clock"
+            watches[name] = watch
             timed = [(at_s, request) for at_s, request, _ in coming]
             running[name] = iterate_steps(engines[name], timed, records[name].keep, one_at_a_time)
         began = {name: records[name].clock_s for name in names}

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from specdec.core import Request, RequestStats
+from specdec.params import PLAIN
 
 
 def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
     own: dict[str, RequestStats] = {}
     for stats in all_stats:
         for step in zip(stats.proposer, stats.drafted, stats.accepted, stats.emitted, strict=bool(stats.proposer)):
-            part = own.setdefault(step[0] or "none", RequestStats())
+            part = own.setdefault(step[0] or PLAIN, RequestStats())
             for numbers, value in zip((part.drafted, part.accepted, part.emitted), step[1:], strict=True):
                 numbers.append(value)
     total = sum(sum(part.emitted) for part in own.values())

@@ -18,8 +18,8 @@ from specdec.checked import short_repr
 from specdec.core import Request
 from specdec.engine import Engine
 from specdec.files import parse_json
-from specdec.llm import derived_seed, render_chat
 from specdec.params import SamplingParams
+from specdec.prompts import derived_seed, render_chat
 from specdec.training.data import parse_tools, unused_note
 
 _FIELDS = {"turns", "id", "question_id", "category", "system", "tools"}

@@ -1,6 +1,7 @@
 """Methods: each file is one way to draft, named as vLLM's `method`, with one class that has `propose`.
 
-The class's constructor is the schema of the method's settings; a parameter called `target` receives the target model.
+The class's constructor is the schema of the method's settings; a parameter called `target` receives the target model. What else
+other modules need to know of a method is in the class's `facts` (`specdec.core.MethodFacts`).
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from specdec import checkpoint
 from specdec.checked import nearest
-from specdec.core import Proposer
+from specdec.core import MethodFacts, Proposer
 from specdec.model.target import CausalLM
+from specdec.params import PLAIN as PLAIN
+
+NOT_BUILT = ("medusa", "dflash", "dspark")  # methods of vLLM that are recognised and refused
 
 
 def names() -> list[str]:
@@ -34,9 +40,50 @@ def find(name: str) -> type:
     return classes[0]
 
 
+def facts(name: str) -> MethodFacts:
+    """What other modules need to know of a method. Raises ValueError for an unknown name."""
+    method_class: Any = find(name)
+    method_facts: MethodFacts = method_class.facts
+    return method_facts
+
+
+def all_facts() -> dict[str, MethodFacts]:
+    """The facts of every method, by its name."""
+    return {name: facts(name) for name in names()}
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    """The settings that the method takes, as parameters of its constructor."""
+    return {key: value for key, value in inspect.signature(find(name)).parameters.items() if key != "target"}
+
+
 def settings(name: str) -> list[str]:
     """Names of the settings that the method takes."""
-    return [p for p in inspect.signature(find(name)).parameters if p != "target"]
+    return list(parameters(name))
+
+
+def needs_length(name: str) -> bool:
+    """Whether num_speculative_tokens must be given: a method whose drafts end by themselves has None as its default."""
+    length = parameters(name).get("num_speculative_tokens")
+    return length is not None and length.default is not None
+
+
+def required(name: str) -> dict[str, str]:
+    """Settings that must be given, with the fix for one that is missing."""
+    missing = [key for key, value in parameters(name).items() if value.default is inspect.Parameter.empty]
+    fixes = {key: f"see conf/method/{name}.yaml" for key in missing if key not in ("num_speculative_tokens", "model")}
+    length = {"num_speculative_tokens": "give how many tokens to draft per step"} if needs_length(name) else {}
+    return length | ({"model": model_hint(name)} if "model" in missing else {}) | fixes
+
+
+def model_hint(name: str) -> str:
+    """What to give as `model` of a method that needs one."""
+    own = facts(name)
+    script = f"give the directory of a drafter that train/{own.train_script}.py made (eval/run.py: checkpoint=DIR)"
+    return own.model_hint or script
 
 
 def check(name: str, given: Iterable[str]) -> None:
@@ -47,20 +94,70 @@ def check(name: str, given: Iterable[str]) -> None:
             raise ValueError(f"method {name!r} takes no setting {key!r}; {advice}")
 
 
+# -------------------------------------------------------------------------------- which method is meant
+
+
 def is_trained(name: str) -> bool:
     """Whether checkpoints of a method are trained here; the others have none."""
-    return name in names() and hasattr(find(name), "for_training")
+    return name in names() and facts(name).train_script is not None
 
 
 def of_checkpoint(path: str | Path, revision: str | None = None) -> str:
     """The method that decodes with a checkpoint. Raises ValueError for what is none, and for one that names a method without
-    checkpoints: what a downloaded file says must not choose what is imported or run."""
+    checkpoints: a downloaded file must not choose what is imported or run."""
     name = checkpoint.method_of(path, revision)
     if not is_trained(name):
         trained = [known for known in names() if is_trained(known)]
-        said = f"{path}: config.json names method {name!r}, which has no checkpoints"
-        raise ValueError(f"{said}; {nearest(name, trained)}")
+        mistake = f"{path}: config.json names method {name!r}, which has no checkpoints"
+        raise ValueError(f"{mistake}; {nearest(name, trained)}")
     return name
+
+
+def of_model(model: str, revision: str | None = None) -> str:
+    """The method that a `model` means where no method is given, as vLLM infers it. Raises ValueError for a directory with a
+    config.json that is no drafter's."""
+    lower = model.lower()
+    for name, own in all_facts().items():
+        if lower in own.model_spellings:
+            return name
+    if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", model) and not Path(model).exists():
+        return "custom_class"
+    if any((Path(model).expanduser() / part / "config.json").exists() for part in ("", "best", "last")):
+        return of_checkpoint(model, revision)
+    for name, own in all_facts().items():
+        if any(mark in lower for mark in own.name_marks):
+            return name
+    return next((name for name in NOT_BUILT if name in lower), "draft_model")
+
+
+def of_alias(name: str) -> str:
+    """The method that a name of vLLM's means. Raises ValueError for a name that is neither ours nor vLLM's."""
+    if name in names():
+        return name
+    for ours, own in all_facts().items():
+        if any(fnmatchcase(name, pattern) for pattern in own.aliases):
+            return ours
+    if name in NOT_BUILT:
+        raise ValueError(f"method {name!r} is not built yet; built: {', '.join(names())}")
+    raise ValueError(f"unknown method {name!r}; {nearest(name, names())}")
+
+
+def parallel(name: str) -> str:
+    """The method that this one is under parallel_drafting. Raises ValueError for one that drafts token by token only."""
+    parallel_of = {own.parallel_of: ours for ours, own in all_facts().items() if own.parallel_of is not None}
+    if name not in (*parallel_of, *parallel_of.values()):
+        raise ValueError(f"parallel_drafting=true is for {' and '.join(map(str, parallel_of))}, not for {name!r}; leave it out")
+    return parallel_of.get(name, name)
+
+
+def serial(name: str, model: str) -> str:
+    """The method that drafts token by token with a drafter of this one. Raises ValueError if none does."""
+    if facts(name).parallel_only:
+        raise ValueError(f"parallel_drafting=false, and {model} drafts in one pass only; leave it out")
+    return facts(name).parallel_of or name
+
+
+# ------------------------------------------------------------------------------------------------ building
 
 
 def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
@@ -68,13 +165,15 @@ def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
     check(name, kwargs)
     if "target" in inspect.signature(find(name)).parameters:
         kwargs["target"] = target
-    return find(name)(**kwargs)
+    proposer: Proposer = find(name)(**kwargs)
+    return proposer
 
 
-def build_up_to(most: int, name: str, target: CausalLM, **kwargs: Any) -> Proposer:
-    """As `build`, for drafts of so many tokens; of fewer, if the drafter was made for fewer."""
-    if not hasattr(find(name), "max_draft_tokens"):
-        return build(name, target, num_speculative_tokens=most, **kwargs)
-    proposer: Any = build(name, target, num_speculative_tokens=1, **kwargs)
-    proposer.num_speculative_tokens = min(most, proposer.max_draft_tokens or most)
+def build_up_to(num_speculative_tokens: int, name: str, target: CausalLM, **kwargs: Any) -> Proposer:
+    """As `build`, for drafts of that many tokens; of fewer, if the drafter was made for fewer."""
+    if not is_trained(name):
+        return build(name, target, num_speculative_tokens=num_speculative_tokens, **kwargs)
+    drafter: Any = build(name, target, num_speculative_tokens=1, **kwargs)
+    drafter.draft_up_to(num_speculative_tokens)
+    proposer: Proposer = drafter
     return proposer

@@ -26,9 +26,9 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request, StatelessProposer
+from specdec.core import Context, Draft, MethodFacts, Request, Serving, StatelessProposer
 from specdec.drafter import block, losses, shared_vocab, unroll
-from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
+from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.model.contract import decoder_of
@@ -113,12 +113,19 @@ class DraftModel(StatelessProposer, TrainableDrafter):
     target, the default).
     """
 
-    name: ClassVar[str] = "draft_model"
+    name = "draft_model"
+    max_model_len: int
+    facts = MethodFacts(
+        runs_model=True,
+        model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
+        "(use_heterogeneous_vocab=true: with another)",
+        train_script="draft_model",
+        serving={"vllm": Serving("causal_lm", "draft_model"), "sglang": Serving("causal_lm", "STANDALONE")},
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
     num_confidence_features = 1
-    max_draft_tokens: int | None = None  # draft that it was made for, if there is a limit
     label_offset = 1
 
     def __init__(
@@ -184,7 +191,7 @@ class DraftModel(StatelessProposer, TrainableDrafter):
     def propose(self, context: Context) -> Draft:
         rows, draft_B = context.rows, self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, missing = self.uncached_tokens(context, draft_B)
         count_B = np.array([len(tokens) for tokens in missing])
         token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
@@ -252,7 +259,7 @@ class DraftModel(StatelessProposer, TrainableDrafter):
         embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
         self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        names = [causal_lm.named(self.lm, part) for part in self.outside]
+        names = [causal_lm.module_name(self.lm, part) for part in self.outside]
         self.lm.requires_grad_(True)
         self.scale_draft_logits, bias = None, head.bias
         if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
@@ -307,7 +314,7 @@ class DraftModel(StatelessProposer, TrainableDrafter):
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
-        checkpoint = causal_lm.read(name, revision, cls.name)
+        checkpoint = causal_lm.load(name, revision, cls.name)
         if cls is DraftModel:  # what was a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)

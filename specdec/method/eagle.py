@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
+from specdec.core import MethodFacts, Serving
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter, Geometry, Layer
 from specdec.drafter.batch import Batch
@@ -57,6 +58,12 @@ class Objective(Checked):
 
 class Eagle(AutoregressiveDrafter):
     name = "eagle"
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("eagle-",),
+        train_script="eagle",
+        serving={"vllm": Serving("raw_eagle", "eagle"), "sglang": Serving("raw_eagle", "EAGLE")},
+    )
     objective_type = Objective
 
     @classmethod

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.checked import Checked
+from specdec.core import MethodFacts, Serving
 from specdec.drafter.autoregressive import AttentionLayer, AutoregressiveDrafter, Geometry, Layer
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
@@ -95,6 +96,16 @@ class FirstLayer(nn.Module):
 
 class Eagle3(AutoregressiveDrafter):
     name = "eagle3"
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("eagle3",),
+        train_script="eagle",
+        serving={
+            "speculators": Serving("speculators", "eagle3"),
+            "vllm": Serving("raw_eagle3", "eagle3"),
+            "sglang": Serving("raw_eagle3", "EAGLE3"),
+        },
+    )
     architecture_type: ClassVar[type[Architecture]] = Architecture
 
     @classmethod

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.checked import nearest
-from specdec.core import Context, Draft, Request, StatelessProposer
+from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.model.target import CausalLM
 from specdec.training import features
 from specdec.training.data import Sample
@@ -28,6 +28,9 @@ class ExtractHiddenStates(StatelessProposer):
     draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}; shared_storage_path: the directory;
     include_output_tokens: write the answer too, but for its last token, which the target never processes.
     """
+
+    name = "extract_hidden_states"
+    facts = MethodFacts(drafts=False)
 
     def __init__(
         self,
@@ -64,8 +67,7 @@ class ExtractHiddenStates(StatelessProposer):
 
     def propose(self, context: Context) -> Draft:
         self.catch_up(context)
-        nothing = context.last_token_B.new_zeros(len(context.rows), 0)
-        return Draft(nothing, torch.zeros(len(context.rows), dtype=torch.int64))
+        return Draft.empty(len(context.rows), context.last_token_B.device)
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]

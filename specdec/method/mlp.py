@@ -18,9 +18,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import losses, unroll
-from specdec.drafter.base import Drafter, empty_draft
+from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
 from specdec.model.target import CausalLM
 
@@ -73,6 +73,14 @@ def rms(x: Tensor) -> Tensor:
 
 class MLP(Drafter):
     name = "mlp"
+    facts = MethodFacts(
+        runs_model=True,
+        aliases=("mlp_speculator",),
+        train_script="mlp",
+        max_draft_key="n_predict",
+        drafts_max=True,
+        serving={"vllm": Serving("mlp_speculator", "mlp_speculator", "vllm_0_32")},
+    )
     objective_type = Objective
 
     @classmethod
@@ -144,7 +152,7 @@ class MLP(Drafter):
     def propose(self, context: Context) -> Draft:
         draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         assert context.hidden is not None
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
         token_B, sampler = context.last_token_B, self.draft_sampler(context)

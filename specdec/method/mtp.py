@@ -23,11 +23,10 @@ from specdec.checked import Checked, first_line
 from specdec.checkpoint import hf_common, native
 from specdec.checkpoint import mtp as native_modules
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
 from specdec.drafter.base import Objective as Unrolled
-from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
@@ -124,6 +123,15 @@ def _not_alone(target: CausalLM, error: Exception) -> ValueError:
 
 class MTP(AutoregressiveDrafter):
     name = "mtp"
+    facts = MethodFacts(
+        runs_model=True,
+        aliases=("*_mtp",),
+        train_script="mtp",
+        max_draft_key="num_modules",
+        one_is_no_limit=True,
+        serving={"vllm": Serving("mtp", "mtp"), "sglang": Serving("mtp", "NEXTN")},
+        served_in_target=True,
+    )
     objective_type = Objective
 
     def __init__(
@@ -238,7 +246,7 @@ class MTP(AutoregressiveDrafter):
             parts.append(fused)
             tokens.append(ids[first + 1 :])
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         hidden_ND, last = torch.cat(parts), self._index((np.cumsum(count_B) - 1).clip(0))
         committed_N, every = self._index(np.concatenate(tokens)), np.arange(int(count_B.sum()))
         row_N, sampler = np.repeat(np.arange(len(count_B)), count_B), self.draft_sampler(context)

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 
 from specdec import sampling
-from specdec.core import Context, Draft, StatelessProposer, draft_from_lists
+from specdec.core import Context, Draft, MethodFacts, StatelessProposer, draft_from_lists
 
 
 class Ngram(StatelessProposer):
@@ -21,6 +21,8 @@ class Ngram(StatelessProposer):
     of those after which it came; and how many tokens over 3 the match has.
     """
 
+    name = "ngram"
+    facts = MethodFacts(model_spellings=("ngram", "[ngram]"))
     num_confidence_features = 2
 
     def __init__(

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from specdec.core import Context, Draft, Request, StatelessProposer
-from specdec.method.ngram import check_bounds
+from specdec.method.ngram import Ngram, check_bounds
 from specdec.model.target import CausalLM
 
 
 class NgramGpu(StatelessProposer):
     """Settings and evidence are those of `ngram`."""
 
+    name = "ngram_gpu"
+    facts = Ngram.facts
     num_confidence_features = 2
 
     def __init__(

@@ -17,11 +17,10 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec import sampling
-from specdec.checkpoint import causal_lm
+from specdec.checkpoint import causal_lm, hf_common
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import unroll
-from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import Depths
 from specdec.method import draft_model
@@ -48,6 +47,14 @@ class Pard(DraftModel):
     does not name it."""
 
     name = "pard"
+    facts = MethodFacts(
+        runs_model=True,
+        parallel_of="draft_model",
+        train_script="pard",
+        mask_key="pard_token",
+        max_draft_key="num_depths",
+        serving={"vllm": Serving("causal_lm", "draft_model")},
+    )
     architecture_type = Architecture
     objective_type = Objective
 
@@ -78,11 +85,11 @@ class Pard(DraftModel):
             mask, num_depths = config.get("pard_token"), None  # of what is trained, the objective says it
         else:
             name, config, size = self.model.name, vars(self.model.config), self.model.vocab_size
-            mask, num_depths = causal_lm.mask_token(config), (config.get(causal_lm.OURS) or {}).get("num_depths")
+            mask, num_depths = causal_lm.mask_token(config), causal_lm.num_depths(config)
         mask = mask if pard_token is None else pard_token
         if mask is None:
             raise ValueError(
-                f"{name} names no mask token ({', '.join(causal_lm.MASK_KEYS)}); train it with train/pard.py, "
+                f"{name} names no mask token ({', '.join(hf_common.MASK_KEYS)}); train it with train/pard.py, "
                 "or give pard_token"
             )
         if not 0 <= mask < size:
@@ -100,7 +107,7 @@ class Pard(DraftModel):
         """All tokens of a draft from one pass. Probabilistic: each from its own law, which knows nothing of the others."""
         rows, draft_B = context.rows, self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, missing = self.uncached_tokens(context, draft_B)
         tokens = [np.r_[own, np.full(max(n - 1, 0), self.pard_token)] for own, n in zip(missing, draft_B, strict=True)]
         count_B, num_draft = np.array([len(own) for own in tokens]), int(draft_B.max())

@@ -14,9 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from specdec.core import Context, Draft
+from specdec.core import Context, Draft, MethodFacts, Serving
 from specdec.drafter import block, losses, unroll
-from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import Depths
 from specdec.method import eagle3
@@ -39,6 +38,15 @@ class Objective(Depths):
 
 class PEagle(Eagle3):
     name = "peagle"
+    facts = MethodFacts(
+        runs_model=True,
+        parallel_of="eagle3",
+        parallel_only=True,
+        train_script="eagle",
+        mask_key="mask_token_id",
+        max_draft_key="num_depths",
+        serving={"speculators": Serving("speculators", "eagle3"), "vllm": Serving("raw_eagle3", "eagle3")},
+    )
     objective_type = Objective
     architecture_type = Architecture
 
@@ -74,7 +82,7 @@ class PEagle(Eagle3):
         """All tokens of a draft from one pass. Probabilistic: each from its own law, which knows nothing of the others."""
         draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, pairs_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
         count_B = pairs_B + np.clip(draft_B - 1, 0, None)
         # pairs and mask places of each row, one behind the other

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import torch
 
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be taken on the device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import Draft, FixedLengthPolicy
+from specdec.core import Draft, FixedLengthPolicy, require_chain
 from specdec.policy.cost_table import CostTable
 
 AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
@@ -137,6 +137,7 @@ class Adaptive:
         before: Scheduled | None = None,
     ):
         self.table, self.most, self.auto, self.prunes, self.schedule = table, most, auto, trims, before
+        self.needs_confidence = trims
         # seconds that the k-th token of a draft adds, by k - 1 and rows; and of verifying, by rows, then by draft tokens
         self.round_KR = np.array([table.draft_round(k, np.arange(max_batch_size + 1)) for k in range(1, most + 1)])
         self.verify_s: dict[int, np.ndarray] = {}
@@ -170,8 +171,9 @@ class Adaptive:
         return self._explored(rows, self._best(survival_BK, most_B, len(rows), drafting=True), most_B)
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        require_chain(draft, "an adaptive policy")
         made_B = draft.length_B.numpy()
-        self.num_model_drafted_B = made_B if draft.num_model_drafted_B is None else draft.num_model_drafted_B
+        self.num_model_drafted_B = made_B if draft.num_model_drafted_B is None else draft.num_model_drafted_B.numpy()
         self.paid = RATE_DECAY * self.paid + float((self.num_model_drafted_B > 0).sum())
         self.asked = RATE_DECAY * self.asked + float((made_B > 0).sum())
         recent_B, width = self._recent(rows), draft.token_BK.shape[1]

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specdec import rejection
-from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer
-from specdec.engine import Clock, Engine
+from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer, Step, require_chain
+from specdec.engine import Engine
+from specdec.model.device import Timer
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy.cost_table import CostTable, identity
@@ -48,31 +50,53 @@ def verify_seconds(
     for repeat in range(repeats + 1):
         for n in sizes:
             tokens = torch.arange(num_rows * n, device=target.device) % target.vocab_size
-            clock = Clock(target.device)
+            timer = Timer(target.device)
             target.forward(cache, tokens, start_B, np.full(num_rows, n))
-            clock.mark()
+            timer.mark()
             if repeat:  # the first round warms up
-                times[n] += clock.seconds()
+                times[n] += timer.seconds()
     least = isotonic([min(times[n]) for n in sizes])
     return lambda n: float(np.interp(n, sizes, least))
 
 
 class PaddedProposer(StatelessProposer):
-    """Another proposer, whose drafts are filled up, so that what is verified has the size that was asked for."""
+    """Another proposer, whose drafts are filled up to num_speculative_tokens, so that each length can be measured."""
 
-    def __init__(self, inner: Proposer, most: int):
-        self.inner, self.num_speculative_tokens, self.hidden_layers = inner, most, inner.hidden_layers
-        self.needs_logits, self.needs_uniforms = inner.needs_logits, inner.needs_uniforms
-        self.bytes_to_grow, self.reserve = inner.bytes_to_grow, inner.reserve  # type: ignore[method-assign]
-        self.on_start, self.on_finish, self.catch_up = inner.on_start, inner.on_finish, inner.catch_up  # type: ignore[method-assign]
+    def __init__(self, inner: Proposer, num_speculative_tokens: int):
+        self.inner = inner
+        self.name = inner.name
+        self.num_speculative_tokens = num_speculative_tokens
+        self.hidden_layers = inner.hidden_layers
+        self.needs_logits = inner.needs_logits
+        self.needs_uniforms = inner.needs_uniforms
+
+    def on_start(self, row: int, request: Request) -> None:
+        self.inner.on_start(row, request)
+
+    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        self.inner.on_finish(row, hidden)
+
+    def catch_up(self, context: Context) -> bool:
+        return self.inner.catch_up(context)
+
+    def bytes_to_grow(self, rows: int, slots: int) -> int:
+        return self.inner.bytes_to_grow(rows, slots)
+
+    def reserve(self, rows: int, slots: int) -> None:
+        self.inner.reserve(rows, slots)
+
+    def wipe(self) -> None:
+        self.inner.wipe()
 
     def propose(self, context: Context) -> Draft:
-        asked_B, own = context.max_draft_B, self.inner.num_speculative_tokens
-        token_BK = context.last_token_B.unsqueeze(1).repeat(1, int(asked_B.max()))
-        if own:
-            made = self.inner.propose(replace(context, max_draft_B=np.minimum(asked_B, own)))
-            token_BK[:, : made.token_BK.shape[1]] = made.token_BK
-        return Draft(token_BK, torch.from_numpy(asked_B))
+        length_B = context.max_draft_B
+        max_draft = self.inner.num_speculative_tokens
+        token_BK = context.last_token_B.unsqueeze(1).repeat(1, int(length_B.max()))
+        if max_draft:
+            draft = self.inner.propose(replace(context, max_draft_B=np.minimum(length_B, max_draft)))
+            require_chain(draft, "measuring costs")
+            token_BK[:, : draft.token_BK.shape[1]] = draft.token_BK
+        return Draft(token_BK, torch.from_numpy(length_B))
 
 
 class FixedLength(FixedLengthPolicy):
@@ -105,7 +129,7 @@ def measure(
     lengths = lengths_up_to(longest)
     forced, room = FixedLength(), (repeats + 1) * sum(k + 1 for k in lengths) + 2
     # beyond a drafter's own limit there would be nothing to measure
-    limit = min(target.max_model_len, getattr(proposer, "max_model_len", None) or target.max_model_len)
+    limit = min(target.max_model_len, proposer.max_model_len or target.max_model_len)
     context = max(min(context, limit - room), 2)
     if context + room > limit:
         raise ValueError(
@@ -121,22 +145,21 @@ def measure(
     cache = target.new_cache()
     for rows in batch_sizes:
         # of a composed proposer, the part that takes time: whether a lookup finds something here says nothing
-        timed = PaddedProposer(getattr(proposer, "cost_proposer", None) or proposer, longest)
+        timed = PaddedProposer(proposer.cost_proposer or proposer, longest)
         engine = Engine(target, timed, verifier, rows, context + room, cache=cache, policy=forced)
         prompts = noise.integers(0, target.vocab_size, (rows, context)).tolist()
         engine.add(*(Request(f"{i}", ids, own, i) for i, ids in enumerate(prompts)))
-        engine.steps = []
+        steps: dict[int, list[Step]] = {length: [] for length in lengths}
         for repeat in range(repeats + 1):
             for forced.length in lengths:
                 engine.step()
                 advance()
-            if not repeat:
-                engine.steps.clear()
-        steps = [engine.steps[j :: len(lengths)] for j in range(len(lengths))]
-        verify.append(isotonic([trimmed_mean([step.verify_s for step in own]) for own in steps]))
-        draft.append(isotonic([trimmed_mean([step.draft_s for step in own]) for own in steps]))
+                if repeat and engine.last_step is not None:
+                    steps[forced.length].append(engine.last_step)
+        verify.append(isotonic([trimmed_mean([step.verify_s for step in steps[length]]) for length in lengths]))
+        draft.append(isotonic([trimmed_mean([step.draft_s for step in steps[length]]) for length in lengths]))
         engine.abort_all()
-    getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
+    proposer.reset()  # a memory of responses would know what was made up here
     verify, draft = ([list(row) for row in zip(*map(isotonic, zip(*of, strict=True)), strict=True)] for of in (verify, draft))
     about = identity(target, proposer) | {
         "context": context,

@@ -36,13 +36,18 @@ def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier:
-    """The scheme of that file name. Raises ValueError for an unknown name or parameters that the scheme refuses."""
+def find(name: str) -> Any:
+    """The module of a scheme. Raises ValueError for an unknown name."""
     if name == "fly":
         raise ValueError(f"rejection_sample_method 'fly' is not built yet; built: {', '.join(names())}")
     if name not in names():
         raise ValueError(f"unknown rejection_sample_method {name!r}; {nearest(name, names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier:
+    """The scheme of that file name. Raises ValueError for an unknown name or parameters that the scheme refuses."""
+    module = find(name)
     if hasattr(module, "check"):
         params = module.check(num_speculative_tokens, **params)
     elif params:

@@ -45,21 +45,17 @@ FREE = (
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
-SCRIPT = {"eagle3": "eagle", "peagle": "eagle"}  # of a method, if it is not of its own name
-
-
 def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     """Train a drafter as the config says. methods: those that the script trains."""
     # everything that a typo can break comes before the weights
     recipe, model, name = dict(cfg["train"]), cfg["model"], cfg["method"]["name"]
     drafter_class: Any = method.find(name)
     if cfg["method"].get("parallel_drafting"):
-        raise ValueError("parallel_drafting=true is a method of its own where recipes are concerned; say method=peagle or pard")
+        raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
     if name not in methods:
-        script = (
-            f"is trained by train/{SCRIPT.get(name, name)}.py" if hasattr(drafter_class, "fresh") else "has nothing to train"
-        )
-        raise ValueError(f"method={name} {script}; here are trained {', '.join(methods)}")
+        script = drafter_class.facts.train_script
+        trained = "has nothing to train" if script is None else f"is trained by train/{script}.py"
+        raise ValueError(f"method={name} {trained}; here are trained {', '.join(methods)}")
     recipe.pop("name")
     architecture, init = recipe.pop("drafter"), drafter_class.init_type(**recipe.pop("init"))
     if "geometry" in architecture:
@@ -227,12 +223,12 @@ def new_drafter(
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
     checkpoint = drafter_class.load_checkpoint(target, cfg["checkpoint"], None) if cfg["checkpoint"] else None
-    for key in ("mask_token_id", "pard_token"):
-        if key in architecture:
-            given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
-            architecture[key] = data.mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
-            if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
-                checkpoint.config[key] = architecture[key]
+    key = drafter_class.facts.mask_key
+    if key is not None:
+        given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
+        architecture[key] = data.mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
+        if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
+            checkpoint.config[key] = architecture[key]
     if checkpoint is not None:
         return same_drafter(checkpoint, drafter_class, target, architecture)
     size = architecture.get("draft_vocab_size")

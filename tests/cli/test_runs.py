@@ -568,7 +568,7 @@ def test_permissions_are_what_the_umask_leaves(mask: int, drafter: Path, umask: 
     umask(mask)
     done = run("train/share", f"checkpoint={drafter}", f"out={tmp_path / 'shared'}", cwd=tmp_path)
     assert done.code == 0, done.err
-    made = hub._once(tmp_path / "cache" / "model", lambda folder: native.write_weights(folder / "x.safetensors", {}))
+    made = hub.make_once(tmp_path / "cache" / "model", lambda folder: native.write_weights(folder / "x.safetensors", {}))
     for directory in (tmp_path / "shared", made):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o777 & ~mask
         assert modes(directory) == {0o666 & ~mask}

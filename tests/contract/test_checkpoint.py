@@ -32,10 +32,10 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.drafter import unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter
 from specdec.drafter.base import Init
-from specdec.llm import SpeculativeConfig
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, call, rows_of
@@ -1241,7 +1241,7 @@ def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[
     edited(whole, **told)
     assert verdict(whole) == {"vllm", "sglang"}, lint.check(whole)
     assert "names and shapes as vLLM 0.32, 0.33 wants" in of(lint.check(whole), "vllm", "ok")
-    names = sorted(shipped.held(whole, config))
+    names = sorted(shipped.module_tensors(whole, config))
     optional = ("embed_tokens.weight", "shared_head.head.weight")
     for i, key in enumerate(names):
         if key.endswith(optional) or (".experts." in key and ".experts.1." not in key):
@@ -1350,7 +1350,7 @@ def test_what_is_not_finite_is_not_loaded(tmp_path: Path, one_line: Any) -> None
     made.tensors["norm.weight"] = torch.full((HIDDEN,), torch.nan)
     one_line(lambda: Eagle3(loaded(), made, 1), "norm.weight holds nan or inf")
     lm = changed(hub.resolve("tiny-llama"), tmp_path / "lm", spoiled)
-    one_line(lambda: causal_lm.read(lm), "holds nan or inf")
+    one_line(lambda: causal_lm.load(lm), "holds nan or inf")
 
 
 def test_a_target_that_cannot_be_read_is_no_fault_of_the_drafter(tmp_path: Path, one_line: Any, share: Cli) -> None:
@@ -1387,10 +1387,10 @@ def test_what_a_pard_says_of_itself_is_looked_at(tmp_path: Path, one_line: Any) 
     lm = edited(changed(hub.resolve("tiny-llama"), tmp_path / "lm", lambda held: None), pard_token=259)
     for told in ({"num_depths": "four"}, {"num_depths": 0}, {"num_depths": True}, [4]):
         edited(lm, specdec=told)
-        one_line(lambda: causal_lm.read(lm, None, "pard"), "should be an integer of 1 or more")
+        one_line(lambda: causal_lm.load(lm, None, "pard"), "should be an integer of 1 or more")
         one_line(lambda: method.build("pard", loaded(), model=str(lm), num_speculative_tokens=2))
     edited(lm, specdec=None, pard_token="x")
-    one_line(lambda: causal_lm.read(lm, None, "pard"), "pard_token", "token id")
+    one_line(lambda: causal_lm.load(lm, None, "pard"), "pard_token", "token id")
 
 
 def test_default_layers_that_are_not_three(tmp_path: Path, one_line: Any) -> None:
@@ -1406,7 +1406,7 @@ def test_a_drafter_is_no_draft_model(tmp_path: Path, one_line: Any) -> None:
     written(tmp_path / "raw", "eagle3", "vllm")
     for kind in ("native", "raw"):
         directory = tmp_path / kind
-        one_line(lambda directory=directory: causal_lm.read(directory), "drafter of method 'eagle3'", "method=eagle3")
+        one_line(lambda directory=directory: causal_lm.load(directory), "drafter of method 'eagle3'", "method=eagle3")
         for name in ("draft_model", "pard"):
             build = partial(method.build, name, loaded(), model=str(directory), num_speculative_tokens=2)
             one_line(build, "drafter of method 'eagle3'")
@@ -1563,11 +1563,13 @@ def test_a_checkpoint_names_a_method_that_is_trained(tmp_path: Path, monkeypatch
     directory = native_eagle3(Path("trap.Class"))
     for name in ("custom_class", "ngram", "none", "nope"):
         rewrite_config(directory, {"method": name})
-        action = lambda: SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())
+        action = lambda: SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).resolve().build(loaded())
         one_line(action, "trap.Class", f"config.json names method {name!r}, which has no checkpoints")
         assert not (tmp_path / "ran").exists()
     rewrite_config(directory, {"method": "eagle3"})
-    assert SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).build(loaded())[0].num_speculative_tokens == 2
+    assert (
+        SpeculativeConfig(model="trap.Class", num_speculative_tokens=2).resolve().build(loaded())[0].num_speculative_tokens == 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -709,7 +709,7 @@ def test_a_parallel_one_that_learns_to_draft_token_by_token_is_no_parallel_one(t
     parallel = Pard.init_checkpoint(target, LAYERS | {"pard_token": MASK}, Init())
     parallel.config["num_depths"] = K
     causal_lm.save(tmp_path, parallel, target.path, {}, "")
-    assert causal_lm.read(str(tmp_path)).config["pard_token"] == MASK
+    assert causal_lm.load(str(tmp_path)).config["pard_token"] == MASK
     config = DraftModel.load_checkpoint(target, str(tmp_path), None).config
     assert config["pard_token"] is None
     assert "num_depths" not in config

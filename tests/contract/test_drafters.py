@@ -28,19 +28,20 @@ from torch import Tensor
 from specdec import hub, method, rejection
 from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint import native
+from specdec.checkpoint.hf_common import Export
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Policy, Request
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.method.mlp import MLP
 from specdec.method.mtp import MTP
 from specdec.method.peagle import Objective as Depths
 from specdec.method.peagle import PEagle
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training import loop
 from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
@@ -859,7 +860,7 @@ def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callab
     lengths = (3, 40, 20, 2, 9)
     qwen = name.startswith("qwen")
     num_draft = count if count > 1 else 3
-    proposer, _ = SpeculativeConfig(method="mtp", num_speculative_tokens=num_draft).build(target)
+    proposer, _ = SpeculativeConfig(method="mtp", num_speculative_tokens=num_draft).resolve().build(target)
     asked = watched(proposer)
     output = decode(target, proposer, prompts(*lengths))
     assert output == decode(target, method.build("none", target), prompts(*lengths))
@@ -898,7 +899,7 @@ def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callab
 def merged(checkpoint: Checkpoint, directory: Path, target: CausalLM) -> dict[str, Tensor]:
     """All tensors of the directory that is written."""
     directory.mkdir()
-    shipped.write(checkpoint, directory, "vllm", target)
+    shipped.write(checkpoint, directory, Export("vllm", target))
     found = tensors_of(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == found.keys()

@@ -18,11 +18,11 @@ from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Context, Draft, Proposer, Request
 from specdec.drafter.base import Init
-from specdec.llm import SpeculativeConfig
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
 from specdec.method.ngram_gpu import NgramGpu
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from support.methods import HANDED, METHODS, SLOTS, context, text, tiny
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "drafters.json").read_text())
@@ -221,7 +221,7 @@ def build(name: str, **more: Any) -> Proposer:
     if name == "extract_hidden_states":
         given["shared_storage_path"] = tempfile.mkdtemp()
         given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}
-    proposer, _ = SpeculativeConfig(**given | more).build(tiny())
+    proposer, _ = SpeculativeConfig(**given | more).resolve().build(tiny())
     proposer.reserve(4, SLOTS)
     return proposer
 

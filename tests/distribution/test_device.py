@@ -16,9 +16,9 @@ import torch
 from specdec import hub, rejection, sampling
 from specdec.core import Draft, Request
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from support.distributions import chi_square
 from support.methods import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
 
@@ -45,7 +45,7 @@ def reference(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_greedy_is_exact(architecture: str, method: str) -> None:
     target = loaded(f"tiny-{architecture}")
-    engine = Engine(target, *SpeculativeConfig(**settings(method, target)).build(target), max_batch_size=3)
+    engine = Engine(target, *SpeculativeConfig(**settings(method, target)).resolve().build(target), max_batch_size=3)
     assert decode(engine, tiny_prompts(), MAX_TOKENS) == reference(f"tiny-{architecture}")
 
 
@@ -63,7 +63,7 @@ def test_joint_law(scheme: str) -> None:
         draft_sample_method="probabilistic",
         rejection_sample_method=scheme,
     )
-    engine = Engine(target, *config.build(target), max_batch_size=64)
+    engine = Engine(target, *config.resolve().build(target), max_batch_size=64)
     counts = dict.fromkeys(law, 0)
     for request in engine.run([Request(str(i), prompt, params, seed=i) for i in range(2000)]):
         counts[tuple(request.output_token_ids)] += 1  # an outcome outside the law is a KeyError

@@ -12,16 +12,16 @@ import torch
 from specdec import hub
 from specdec.core import Request
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure import tasks
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from support.methods import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
 from support.targets import loaded
 
 
 def build(name: str, target: CausalLM, **more: Any):
-    return SpeculativeConfig(**settings(name, target, **more)).build(target)
+    return SpeculativeConfig(**settings(name, target, **more)).resolve().build(target)
 
 
 @cache

@@ -22,10 +22,10 @@ from transformers import AutoConfig
 from specdec import LLM, SamplingParams
 from specdec.core import Context, Policy
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure.stats import Totals
 from specdec.model import distributed, tensor_parallel
 from specdec.model.target import CausalLM
+from specdec.speculative_config import SpeculativeConfig
 from support.cli import EVAL, OFFLINE, Done, call, ended, rows_of
 from support.methods import drafter, tiny_prompts
 
@@ -87,11 +87,10 @@ def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: i
     if target.processes.size == 1:
         given.pop("draft_tensor_parallel_size", None)
     llm = LLM.__new__(LLM)  # around a target that is there
-    llm.speculative_config = SpeculativeConfig(**given)
     llm.target = target
     llm.seed = 0
     llm._counter = iter(range(99))
-    built = llm.speculative_config.build(target)
+    built = SpeculativeConfig(**given).resolve().build(target)
     llm.engine = Engine(target, *built, max_batch_size=rows, prefill_chunk_size=64, policy=policy)
     llm._totals = Totals(target.name, built[0].num_speculative_tokens)
     prompts = [{"prompt_token_ids": ids} for ids in tiny_prompts()[:3]]
@@ -235,7 +234,7 @@ def test_what_cannot_be_cut(two: tuple[list[dict[str, Any]], Done]) -> None:
     assert "draft_tensor_parallel_size=1" in draft_heads
     assert "tensor_parallel_size=3, and 2 processes were started; type torchrun --nproc_per_node 3" in launch
     assert "draft_tensor_parallel_size=3 must be 1 or the target's tensor_parallel_size=2" in draft
-    assert "draft_tensor_parallel_size=2: of method 'ngram' every process holds the whole drafter; use 1" in no_model
+    assert "draft_tensor_parallel_size=2 is for draft_model, pard, not for 'ngram'; leave it out" in no_model
     assert all("\n" not in error for error in first)
 
 

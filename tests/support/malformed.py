@@ -43,9 +43,10 @@ from specdec.checked import Checked
 from specdec.checkpoint import lint, native
 from specdec.config import CONF
 from specdec.drafter.base import Init
-from specdec.llm import EngineArgs, SpeculativeConfig
+from specdec.llm import EngineArgs
 from specdec.measure import records, serving, tasks
 from specdec.policy import cost_table
+from specdec.speculative_config import SpeculativeConfig
 from specdec.training import data, features
 
 ROOT = CONF.parent
@@ -334,7 +335,7 @@ def sampling_cases() -> Iterator[Case]:
 
 def speculative_cases() -> Iterator[Case]:
     def build(**given: Any) -> Any:
-        return SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3} | given).build(tiny().target)
+        return SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3} | given).resolve().build(tiny().target)
 
     limits: dict[str, tuple[str, ...]] = {
         "num_speculative_tokens": ("zero", "minus", "word", "huge"), "method": ("word", "digits", "empty"),
@@ -560,7 +561,7 @@ def drafter_cases() -> Iterator[Case]:
         def action(scratch: Path) -> Any:
             directory = copied(drafters()[name], scratch)
             change(directory)
-            return SpeculativeConfig(model=str(directory), num_speculative_tokens=1).build(tiny().target)
+            return SpeculativeConfig(model=str(directory), num_speculative_tokens=1).resolve().build(tiny().target)
 
         return action
 
@@ -607,8 +608,8 @@ def drafter_cases() -> Iterator[Case]:
             action = opened("eagle3", configured(("drafter", "geometry", key), value))
             yield Case("drafters", f"eagle3: geometry.{key}={value!r}", action)
     for value in ([1, 1, 1], [], [9, 10, 11], ["1"], 5, [1.5, 2, 3], [True, 2, 3], [-1, 0, 1]):
-        action = opened("eagle3", configured(("drafter", native.IDS), value))
-        yield Case("drafters", f"eagle3: {native.IDS}={value!r}", action)
+        action = opened("eagle3", configured(("drafter", native.LAYER_IDS), value))
+        yield Case("drafters", f"eagle3: {native.LAYER_IDS}={value!r}", action)
     foreign = {
         "eagle3-vllm": ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "draft_vocab_size",
         "intermediate_size"),

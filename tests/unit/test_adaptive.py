@@ -16,12 +16,13 @@ from torch import Tensor
 from specdec import method
 from specdec.core import Context, Draft, Request
 from specdec.engine import Engine
-from specdec.llm import LLM, SpeculativeConfig
+from specdec.llm import LLM
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
 from specdec.policy.cost_table import CostTable
+from specdec.speculative_config import SpeculativeConfig
 from support.decoding import TABLE, decode_reference, make, outputs, prompts
 from support.stretches import TABLE as SMALL
 from support.stretches import adverse, decode, drafts_of, misfit
@@ -185,9 +186,9 @@ def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalL
     """Where drafting costs nothing, auto decides by the draft's evidence; where it costs something, before there is a draft."""
     for draft, weighed in ((0.0, True), (0.1, False)):
         costs(adaptive.AUTO_MOST, draft=draft).save(tmp_path / "cost.json")
-        config = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json")))
-        drafting, _ = config.build(target)
-        deciding = config.policy(target, drafting, 1)
+        plan = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json"))).resolve()
+        drafting, _ = plan.build(target)
+        deciding = plan.policy.build(target, drafting, 1)
         assert isinstance(deciding, Adaptive)
         assert (deciding.auto, deciding.trims, drafting.return_confidence) == (not weighed, weighed, weighed)
 
@@ -357,7 +358,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
 
 def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
     """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
-    drafting, _ = SpeculativeConfig(**ngram(2)).build(target)
+    drafting, _ = SpeculativeConfig(**ngram(2)).resolve().build(target)
     table = profiling.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
@@ -371,10 +372,10 @@ def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
 def test_costs_of_a_drafter_with_a_short_context(target: CausalLM, one_line: Any) -> None:
     """Beyond it nothing would be drafted, and drafting would seem free."""
     given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
-    drafting, _ = SpeculativeConfig(**given, max_model_len=60).build(target)
+    drafting, _ = SpeculativeConfig(**given, max_model_len=60).resolve().build(target)
     table = profiling.measure(target, drafting, [1], repeats=1)
     assert table.draft_s[0][3] > 2 * table.draft_s[0][0] + 1e-4
-    drafting, _ = SpeculativeConfig(**given, max_model_len=10).build(target)
+    drafting, _ = SpeculativeConfig(**given, max_model_len=10).resolve().build(target)
     one_line(lambda: profiling.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
 
 
@@ -433,10 +434,10 @@ def test_the_best_schedule() -> None:
 
 def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:
     for given, most in ((ngram("auto"), adaptive.AUTO_MOST), ({"method": "suffix", "num_speculative_tokens": "auto"}, 24)):
-        config = SpeculativeConfig(**given)
-        drafting, _ = config.build(target)
+        plan = SpeculativeConfig(**given).resolve()
+        drafting, _ = plan.build(target)
         assert drafting.num_speculative_tokens == most
-        assert isinstance(config.policy(target, drafting, 1), Adaptive)
+        assert isinstance(plan.policy.build(target, drafting, 1), Adaptive)
 
 
 @pytest.mark.parametrize(
@@ -457,27 +458,27 @@ def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:
     ],
 )
 def test_settings_that_cannot_be(given: dict[str, Any], words: list[str], target: CausalLM, one_line: Any) -> None:
-    one_line(lambda: SpeculativeConfig.parse(given).build(target), *words)
+    one_line(lambda: SpeculativeConfig.parse(given).resolve().build(target), *words)
 
 
 def test_a_file_may_hold_the_schedule(tmp_path: Path, target: CausalLM, one_line: Any) -> None:
     costs().save(tmp_path / "without.json")
     CostTable(**{**vars(costs()), "schedule": [[1, 2, 3], [3, 8, 1]]}).save(tmp_path / "with.json")
-    config = SpeculativeConfig(**ngram(3, **{WHAT: str(tmp_path / "with.json")}))
-    drafting, _ = config.build(target)
-    deciding = config.policy(target, drafting, 8)
+    plan = SpeculativeConfig(**ngram(3, **{WHAT: str(tmp_path / "with.json")})).resolve()
+    drafting, _ = plan.build(target)
+    deciding = plan.policy.build(target, drafting, 8)
     assert isinstance(deciding, Scheduled)
     assert deciding.draft_lengths(np.arange(4), np.full(4, 3)).tolist() == [1] * 4
     config = SpeculativeConfig(**ngram(3, **{WHAT: str(tmp_path / "without.json")}))
-    one_line(lambda: config.build(target), "without.json", "holds no schedule")
+    one_line(config.resolve, "without.json", "holds no schedule")
 
 
 def test_a_table_of_something_else_is_refused(tmp_path: Path, target: CausalLM, one_line: Any) -> None:
     for about, words in (({"target": "other"}, ["target 'other'", "'tiny'"]), ({"method": "eagle3"}, ["'eagle3'", "'ngram'"])):
         CostTable(**{**vars(costs()), "about": about}).save(tmp_path / "cost.json")
-        config = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json")))
-        drafting, _ = config.build(target)
-        one_line(lambda config=config, drafting=drafting: config.policy(target, drafting, 1), *words, "profile_cost")
+        plan = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json"))).resolve()
+        drafting, _ = plan.build(target)
+        one_line(lambda plan=plan, drafting=drafting: plan.policy.build(target, drafting, 1), *words, "profile_cost")
 
 
 def test_evidence_is_of_the_law_and_not_of_the_token() -> None:

@@ -211,7 +211,7 @@ def test_weights_without_numbers(value: float, read: str, copied: Path, one_line
     tensors = load_file(copied / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    load = (lambda: CausalLM(copied, "float32", "cpu")) if read == "target" else (lambda: causal_lm.read(copied))
+    load = (lambda: CausalLM(copied, "float32", "cpu")) if read == "target" else (lambda: causal_lm.load(copied))
     one_line(load, str(copied), "model.layers.1.mlp.up_proj.weight holds nan or inf", "fetch the model again")
 
 

@@ -494,7 +494,7 @@ def test_two_processes_that_make_the_same_directory(tmp_path: Path) -> None:
             assert not directory.exists() or (directory / "second").exists()
             (temporary / "second").write_text(str(os.getpid()))
 
-        assert hub._once(directory, make) == directory
+        assert hub.make_once(directory, make) == directory
 
     children = [FORK.Process(target=child) for _ in range(2)]
     for process in children:
@@ -516,14 +516,14 @@ def test_a_process_killed_amid_its_work_leaves_no_directory_of_that_name(tmp_pat
             (temporary / "first").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
 
-        hub._once(directory, make)
+        hub.make_once(directory, make)
 
     process = FORK.Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert not directory.exists()
-    hub._once(directory, lambda temporary: (temporary / "first").write_text("whole"))
+    hub.make_once(directory, lambda temporary: (temporary / "first").write_text("whole"))
     assert (directory / "first").read_text() == "whole"
 
 
@@ -533,7 +533,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        hub._once(tmp_path / "cache" / "model", make)
+        hub.make_once(tmp_path / "cache" / "model", make)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from specdec import method, rejection
 from specdec.core import Context, Draft, Proposer, Request, RequestStats, StatelessProposer, draft_from_lists
 from specdec.engine import MAX_PENDING_STATES, Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure import stats
 from specdec.measure.report import run as run_report
 from specdec.method.hybrid import Hybrid
 from specdec.params import SamplingParams
 from specdec.policy import profiling
+from specdec.speculative_config import SpeculativeConfig
 from support.methods import SLOTS, context, states, text, tiny
 from support.table import NUM_DRAFT, TableLM, scheme, with_models
 
@@ -277,23 +277,23 @@ def test_the_summary_has_them_for_composed_methods_only() -> None:
         ({"proposers": [NGRAM, {"method": "eagle3"}]}, ["proposers[1]", "'eagle3' needs model"]),
         ({"proposers": [NGRAM], "model": "here"}, ["model=here", "no part takes a model"]),
         ({"proposers": [{"method": "eagle3"}, {"method": "mlp"}], "model": "here"}, ["model=here", "2 parts take a model"]),
-        ({"proposers": [NGRAM | {"num_speculative_tokens": 9}]}, ["proposers[0]", "=9 is over the whole's 3", "lower it"]),
+        ({"proposers": [NGRAM | {"num_speculative_tokens": 9}]}, ["proposers[0]", "=9 is over the 3 of hybrid", "lower it"]),
         ({"proposers": [NGRAM | {"num_speculative_tokens": 0}]}, ["proposers[0]", "num_speculative_tokens=0"]),
         ({"proposers": [NGRAM | {"prompt_lookup_min": "2"}]}, ["proposers[0]", "prompt_lookup_min='2'"]),
-        ({"proposers": [NGRAM | {"rejection_sample_method": "block"}]}, ["proposers[0]", "is not a part's"]),
+        ({"proposers": [NGRAM | {"rejection_sample_method": "block"}]}, ["proposers[0]", "is not a proposer's"]),
         ({"proposers": [NGRAM], "prompt_lookup_min": 2}, ["'hybrid' takes no setting 'prompt_lookup_min'"]),
     ],
 )
 def test_what_cannot_be_composed(given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        SpeculativeConfig(method="hybrid", **K | given).build(tiny())
+        SpeculativeConfig(method="hybrid", **K | given).resolve().build(tiny())
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_without_a_number_of_tokens() -> None:
     with pytest.raises(ValueError, match="needs num_speculative_tokens"):
-        SpeculativeConfig(method="hybrid", proposers=[NGRAM]).build(tiny())
+        SpeculativeConfig(method="hybrid", proposers=[NGRAM]).resolve().build(tiny())
 
 
 class Noting(StatelessProposer):

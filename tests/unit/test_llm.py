@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from specdec import LLM, SamplingParams, hub
-from specdec.llm import RequestOutput, SpeculativeConfig
+from specdec.llm import RequestOutput
 from specdec.measure.stats import Counter, SpecDecodeMetrics, Vector
 from specdec.method.eagle3 import Architecture
 from specdec.model.target import CausalLM
+from specdec.speculative_config import SpeculativeConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 EOS = 257  # of the tiny models
@@ -446,12 +447,12 @@ def target() -> CausalLM:
 
 
 def build(target: CausalLM, given: Any) -> Any:
-    return SpeculativeConfig.parse(given).build(target)
+    return SpeculativeConfig.parse(given).resolve().build(target)
 
 
 def test_json_text_is_the_object(target: CausalLM, one_line: Any) -> None:
     assert SpeculativeConfig.parse(json.dumps(NGRAM)) == SpeculativeConfig.parse(NGRAM)
-    assert SpeculativeConfig.parse(None).resolved_method == "none"
+    assert SpeculativeConfig.parse(None).infer_method() == "none"
     for text in ("{", '{"method": "ngram",}', "ngram", ""):
         one_line(lambda text=text: SpeculativeConfig.parse(text), "not JSON")
     for value in ("[1]", "3", '"ngram"', ["ngram"]):
@@ -474,13 +475,13 @@ def test_json_text_is_the_object(target: CausalLM, one_line: Any) -> None:
     ],
 )
 def test_an_omitted_method_is_inferred_as_in_vllm(given: dict[str, str], method: str) -> None:
-    assert SpeculativeConfig(**given).resolved_method == method
+    assert SpeculativeConfig(**given).infer_method() == method
 
 
 def test_a_directory_with_dots_is_no_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "draft.v1").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert SpeculativeConfig(model="draft.v1").resolved_method == "draft_model"
+    assert SpeculativeConfig(model="draft.v1").infer_method() == "draft_model"
 
 
 LATER = ("medusa", "dflash", "dspark")
@@ -513,14 +514,14 @@ def test_a_drafter_must_be_given(name: str, target: CausalLM, one_line: Any) -> 
     [("yuhuili/EAGLE-LLaMA3-Instruct-8B", "eagle"), ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3")],
 )
 def test_eagle_is_recognised_by_its_name(model: str, name: str) -> None:
-    assert SpeculativeConfig(model=model, num_speculative_tokens=3).resolved_method == name
+    assert SpeculativeConfig(model=model, num_speculative_tokens=3).infer_method() == name
 
 
 def test_parallel_drafting_is_a_method_of_its_own(one_line: Any) -> None:
     for given, name in (({"method": "draft_model"}, "pard"), ({"method": "eagle3"}, "peagle"), ({"method": "pard"}, "pard")):
-        assert SpeculativeConfig(**given, parallel_drafting=True).resolved_method == name
-        assert SpeculativeConfig(**given, parallel_drafting=False).resolved_method == given["method"]
-    one_line(lambda: SpeculativeConfig(method="mtp", parallel_drafting=True).resolved_method, "parallel_drafting", "'mtp'")
+        assert SpeculativeConfig(**given, parallel_drafting=True).infer_method() == name
+        assert SpeculativeConfig(**given, parallel_drafting=False).infer_method() == given["method"]
+    one_line(lambda: SpeculativeConfig(method="mtp", parallel_drafting=True).infer_method(), "parallel_drafting", "'mtp'")
 
 
 def test_what_a_directory_says_can_be_taken_back(tmp_path: Path, one_line: Any) -> None:
@@ -530,15 +531,15 @@ def test_what_a_directory_says_can_be_taken_back(tmp_path: Path, one_line: Any) 
         native = {"format": "specdec-drafter", "format_version": 1} if name == "peagle" else {}
         (tmp_path / name / "config.json").write_text(json.dumps(config | native))
         save_file({"model.norm.weight": torch.ones(1)}, tmp_path / name / "model.safetensors")
-        assert SpeculativeConfig(model=str(tmp_path / name)).resolved_method == name
-    assert SpeculativeConfig(model=str(tmp_path / "pard"), parallel_drafting=False).resolved_method == "draft_model"
+        assert SpeculativeConfig(model=str(tmp_path / name)).infer_method() == name
+    assert SpeculativeConfig(model=str(tmp_path / "pard"), parallel_drafting=False).infer_method() == "draft_model"
     given = {"model": str(tmp_path / "peagle"), "parallel_drafting": False}
-    one_line(lambda: SpeculativeConfig(**given).resolved_method, "parallel_drafting=false", "in one pass only")
+    one_line(lambda: SpeculativeConfig(**given).infer_method(), "parallel_drafting=false", "in one pass only")
 
 
 def test_other_names_of_a_method() -> None:
     for name, ours in (("mlp_speculator", "mlp"), ("deepseek_mtp", "mtp"), ("qwen3_next_mtp", "mtp")):
-        assert SpeculativeConfig(method=name).resolved_method == ours
+        assert SpeculativeConfig(method=name).infer_method() == ours
 
 
 # Every key of vLLM's object whose feature is not built: what asks for it, and what does not.
@@ -610,7 +611,10 @@ def mean(length: float) -> dict[str, Any]:
         ({**NGRAM, "method": "ngrm"}, ["unknown method 'ngrm'", "did you mean 'ngram'"]),
         ({**NGRAM, "rejection_sample_method": "standrad"}, ["'standrad'", "did you mean 'standard'"]),
         ({**NGRAM, "suffix_decoding_max_tree_depth": 3}, ["'ngram' takes no setting", "suffix_decoding"]),
-        ({**NGRAM, "draft_sample_method": "probabilistic"}, ["'ngram' takes no setting", "draft_sample"]),
+        (
+            {**NGRAM, "draft_sample_method": "probabilistic"},
+            ["draft_sample_method=probabilistic is for draft_model", "not for 'ngram'"],
+        ),
         ({**SELF, "draft_sample_method": "greddy"}, ["'greddy'", "'greedy' or 'probabilistic'"]),
         ({}, ["neither method nor model"]),
         ({"num_speculative_tokens": 3}, ["neither method nor model"]),
@@ -947,5 +951,5 @@ def test_layers_are_tapped_once(plain: LLM, one_line: Any) -> None:
         "shared_storage_path": "x",
         "draft_model_config": config,
     }
-    one_line(lambda: SpeculativeConfig(**given).build(plain.target), "[1, 1, 1] names a layer twice")
+    one_line(lambda: SpeculativeConfig(**given).resolve().build(plain.target), "[1, 1, 1] names a layer twice")
     one_line(lambda: Architecture(eagle_aux_hidden_state_layer_ids=[1, 1, 1]).layers(4), "[1, 1, 1] names a layer twice")

@@ -206,7 +206,7 @@ def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
 ) -> None:
     target = CausalLM("tiny", "float32", "cpu")
     own = method.find("draft_model")
-    checkpoint = causal_lm.read(longrope)
+    checkpoint = causal_lm.load(longrope)
     target.vocab_size = 320
     drafter: Any = own(target, checkpoint, 2)  # type: ignore[call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())

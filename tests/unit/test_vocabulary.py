@@ -25,11 +25,11 @@ from specdec import hub, method, rejection, sampling
 from specdec.core import Draft, Request
 from specdec.drafter.shared_vocab import BYTES, SharedVocab, Spelling, shared, spelling_of, token_bytes
 from specdec.engine import Engine
-from specdec.llm import SpeculativeConfig
 from specdec.measure import tasks
 from specdec.method.draft_model import DraftModel
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.speculative_config import SpeculativeConfig
 from support.cli import call
 from support.distributions import completed_joint, emitted_law, fits, simulate, target_joint, tv, vectors
 from support.methods import context, tiny_prompts
@@ -546,7 +546,7 @@ def plainly(bytes_only: bool) -> list[list[int]]:
 def test_greedy_decoding_is_plain_decoding(name: str, how: str, kind: str) -> None:
     target = loaded("tiny-llama")
     given = {"method": name, "model": str(directory(kind)), "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
-    proposer, verifier = SpeculativeConfig(**given, draft_sample_method=how).build(target)
+    proposer, verifier = SpeculativeConfig(**given, draft_sample_method=how).resolve().build(target)
     assert isinstance(proposer, DraftModel)
     assert proposer.vocabulary is not None
     assert proposer.vocabulary.size == 257, "all bytes, and </s>"
@@ -571,7 +571,7 @@ def test_match_is_plain_sampling() -> None:
         "use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "match",
     }  # fmt: skip
     for given in ({"method": "none"}, draft):
-        engine = Engine(target, *SpeculativeConfig(**given).build(target), max_batch_size=3)
+        engine = Engine(target, *SpeculativeConfig(**given).resolve().build(target), max_batch_size=3)
         outputs.append(answers(engine, temperature=0.8)[0])
     assert outputs[0] == outputs[1]
 
@@ -605,17 +605,17 @@ def test_vocabularies_of_two_sizes_need_the_key() -> None:
     given = {"method": "draft_model", "model": str(directory("random")), "num_speculative_tokens": 3}
     words = ("a vocabulary of 285", "one of 320", "must be equal", "use_heterogeneous_vocab=true")
     for more in ({}, {"use_heterogeneous_vocab": False}, {"use_heterogeneous_vocab": None}):
-        refused(lambda more=more: SpeculativeConfig(**given, **more).build(target), *words)
+        refused(lambda more=more: SpeculativeConfig(**given, **more).resolve().build(target), *words)
 
 
 def test_the_key_is_for_draft_models() -> None:
     target = loaded("tiny-llama")
     given: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
     refused(
-        lambda: SpeculativeConfig(**given, use_heterogeneous_vocab=True).build(target),
+        lambda: SpeculativeConfig(**given, use_heterogeneous_vocab=True).resolve().build(target),
         "use_heterogeneous_vocab=true", "draft_model and pard", "'ngram'", "leave it out",
     )  # fmt: skip
-    assert SpeculativeConfig(**given, use_heterogeneous_vocab=False).build(target)[0].num_speculative_tokens == 3
+    assert SpeculativeConfig(**given, use_heterogeneous_vocab=False).resolve().build(target)[0].num_speculative_tokens == 3
     refused(lambda: SpeculativeConfig(**given, use_heterogeneous_vocab="yes"), "use_heterogeneous_vocab='yes'", "boolean")
 
 
@@ -706,10 +706,10 @@ def test_one_size_and_another_tokenizer_is_refused(name: str, tmp_path: Path, on
     given |= {"pard_token": 300} if name == "pard" else {}
     target = loaded("tiny-llama")
     said = one_line(
-        lambda: SpeculativeConfig(**given).build(target), str(directory), target.name, "use_heterogeneous_vocab=true"
+        lambda: SpeculativeConfig(**given).resolve().build(target), str(directory), target.name, "use_heterogeneous_vocab=true"
     )
     assert "256 ids are other tokens, such as 0" in said
-    assert SpeculativeConfig(**given, use_heterogeneous_vocab=True).build(target)[0].vocabulary.size == 259
+    assert SpeculativeConfig(**given, use_heterogeneous_vocab=True).resolve().build(target)[0].vocabulary.size == 259
 
 
 def test_two_tokens_that_changed_places_are_enough(tmp_path: Path, one_line: Any) -> None:
@@ -718,7 +718,11 @@ def test_two_tokens_that_changed_places_are_enough(tmp_path: Path, one_line: Any
         vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
 
     given = {"method": "draft_model", "model": str(beside(tmp_path, swapped)), "num_speculative_tokens": 2}
-    one_line(lambda: SpeculativeConfig(**given).build(loaded("tiny-llama")), "2 ids are other tokens", "which is 'b' and 'a'")
+    one_line(
+        lambda: SpeculativeConfig(**given).resolve().build(loaded("tiny-llama")),
+        "2 ids are other tokens",
+        "which is 'b' and 'a'",
+    )
 
 
 def test_special_tokens_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -728,7 +732,7 @@ def test_special_tokens_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture
         told["added_tokens"].append({**told["added_tokens"][-1], "id": 259, "content": "<|im_end|>"})
 
     given = {"method": "draft_model", "model": str(beside(tmp_path, renamed)), "num_speculative_tokens": 2}
-    SpeculativeConfig(**given).build(loaded("tiny-llama"))
+    SpeculativeConfig(**given).resolve().build(loaded("tiny-llama"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: 1 special or unused ids of the draft model")
     assert "such as 259, which is '<|im_end|>' and None" in line
@@ -736,7 +740,7 @@ def test_special_tokens_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_equal_tokenizers_are_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
     given = {"method": "draft_model", "model": "tiny-qwen3", "num_speculative_tokens": 2}
-    SpeculativeConfig(**given).build(loaded("tiny-llama"))
+    SpeculativeConfig(**given).resolve().build(loaded("tiny-llama"))
     assert capsys.readouterr().err == ""
 
 
@@ -744,7 +748,9 @@ def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, capsys: pyt
     directory = beside(tmp_path, lambda told: None)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (directory / name).unlink(missing_ok=True)
-    SpeculativeConfig(method="draft_model", model=str(directory), num_speculative_tokens=2).build(loaded("tiny-llama"))
+    SpeculativeConfig(method="draft_model", model=str(directory), num_speculative_tokens=2).resolve().build(
+        loaded("tiny-llama")
+    )
     assert capsys.readouterr().err == ""
 
 

@@ -15,6 +15,7 @@ from specdec.measure import stats
 from specdec.measure.report.figure import pyplot
 from specdec.measure.report.table import number
 from specdec.measure.stats import RequestStats
+from specdec.params import PLAIN
 from specdec.rejection import Verifier
 
 
@@ -72,7 +73,7 @@ def busy_reasons(summary: dict[str, Any], name: str, has_own_cpu: bool) -> list[
     overall = summary["overall"]
     parts = {**summary["categories"], "all": overall}
     speedups = {part: (n["speedup"], n["speedup_ideal"]) for part, n in parts.items()}
-    shares = {name: overall["wall_over_cpu"], "none": overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
+    shares = {name: overall["wall_over_cpu"], PLAIN: overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
     return stats.busy_reasons(speedups, shares)
 
 
@@ -120,7 +121,7 @@ def table(summary: dict[str, Any], title: str) -> Table:
         "acceptance per position",
         "steps with draft",
         "tokens/s",
-        "none",
+        PLAIN,
         "speedup",
         *(["by CPU time"] if summary["busy"] else []),
         "model",
