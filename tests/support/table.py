@@ -408,6 +408,8 @@ def with_models(name: str, settings: dict[str, Any], target: CausalLM, drafters:
 class Restless:
     """Lengths by lot, a third of them 0; and of what is drafted, a part by lot is kept."""
 
+    needs_confidence = False
+
     def __init__(self, most: int = NUM_DRAFT) -> None:
         self.most = most
         self.rng = np.random.default_rng(3)
@@ -451,7 +453,6 @@ POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
 
 
 def policy(name: str, drafting: Proposer, rows: int) -> Policy:
-    drafting.return_confidence = name in ("trims", "both")
     return POLICIES[name](drafting, rows)
 
 
