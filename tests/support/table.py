@@ -33,6 +33,7 @@ from specdec import method, rejection
 from specdec.core import Context, Draft, Policy, Proposer
 from specdec.drafter.base import Init
 from specdec.model.contract import Contract
+from specdec.model.kv import CAUSAL, Visibility
 from specdec.model.target import CausalLM, Output
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive, Scheduled
@@ -165,7 +166,9 @@ class TableLM(CausalLM):
         last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
         logits_at_N: np.ndarray | None = None,
+        visibility: Visibility = CAUSAL,
     ) -> Output:
+        assert visibility is CAUSAL, "its cache holds chains"
         token_N = token_N.numpy()
         assert len(token_N) == length_B.sum() > 0
         assert len(start_B) == len(length_B)

@@ -179,11 +179,11 @@ def test_a_plan_fills_the_buffers_of_its_bucket() -> None:
     plan = model.plan(cache, np.array([20, 30]), np.array([3, 2]))
     index = plan.index.data_ptr()
     first = model.run(ids[:5], plan).logits
-    again = model.plan(cache, np.array([25, 11]), np.array([2, 3]), buffers=plan)
+    assert torch.equal(model.forward(cache, ids[:5], np.array([20, 30]), np.array([3, 2])).logits, first)
+    again = model.plan(cache, np.array([25, 11]), np.array([3, 2]), buffers=plan)
     assert again.index.data_ptr() == index
     second = model.run(ids[5:10], again).logits
-    assert torch.equal(model.forward(cache, ids[5:10], np.array([25, 11]), np.array([2, 3])).logits, second)
-    assert torch.equal(model.forward(cache, ids[:5], np.array([20, 30]), np.array([3, 2])).logits, first)
+    assert torch.equal(model.forward(cache, ids[5:10], np.array([25, 11]), np.array([3, 2])).logits, second)
     with pytest.raises(AssertionError, match="one bucket"):
         model.plan(cache, np.array([25, 11]), np.array([2, 2]), buffers=plan)
 
