@@ -30,6 +30,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
+    from specdec.measure.report.table import markdown
     from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
     from specdec.policy import cost_table, profiling
@@ -150,7 +151,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             "at": at,
         }
     low, high = measured[levels[0]], measured[levels[-1]]
-    latency = {name: ([1.0] * len(record.served), record.end_to_end()) for name, record in low.items()}
+    latency = {name: ([1.0] * len(record.timings), record.end_to_end()) for name, record in low.items()}
     throughput = {name: work_and_seconds(record, stats.engine_seconds) for name, record in high.items()}
     has_own_cpu = target.device.type == "cpu"
     verdicts = {
@@ -160,7 +161,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     busy = {}
     if has_own_cpu:
         for level in levels:
-            shares = {name: stats.wall_over_cpu([one.stats for one in own.served]) for name, own in measured[level].items()}
+            shares = {name: stats.wall_over_cpu([one.stats for one in own.timings]) for name, own in measured[level].items()}
             busy[str(level)] = stats.busy_reasons({}, shares)
     summary = identity | {
         "plain": PLAIN,
@@ -177,7 +178,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg['task']['name']}"
     choose_report.plot_choose(summary, title, out_dir / "choose.png")
     console.show(*choose_report.choose_tables(summary, title), "")
-    print(console.markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
+    print(markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
     console.show(*verdicts.values())
     for level, reasons in busy.items():
         if reasons:
@@ -198,7 +199,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
     seconds = sum(step.draft_s + step.verify_s for step in record.steps)
     predicted = cost_table.predicted_seconds(record.steps, table)
     emitted = sum(int(step.emitted_B.sum()) for step in record.steps)
-    return stats.serving_metrics(record.served) | {
+    return stats.serving_metrics(record.timings) | {
         "decode_tokens_per_s": emitted / seconds if seconds else None,
         "predicted_tokens_per_s": emitted / predicted if predicted else None,
         "measured_over_predicted": predicted / seconds if seconds else None,
@@ -207,7 +208,7 @@ def numbers(record: Any, table: Any) -> dict[str, Any]:
 
 def work_and_seconds(record: Any, seconds_of: Any) -> tuple[list[float], list[float]]:
     """Output tokens of each request, and the engine's time that it accounts for: `seconds_of` its statistics."""
-    return record.each(lambda one: one.num_output_tokens), record.each(lambda one: seconds_of(one.stats))
+    return record.by_request(lambda one: one.num_output_tokens), record.by_request(lambda one: seconds_of(one.stats))
 
 
 def gain(base: Any, own: Any, seconds_of: Any) -> dict[str, float]:

@@ -24,7 +24,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
 
     from specdec import config
     from specdec.engine import Engine
-    from specdec.measure import logger, records, serving, stats, tasks
+    from specdec.measure import arrivals, logger, records, serving, stats, tasks
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
@@ -39,7 +39,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     name, scheme = plan.method, plan.scheme
     plan.check_processes(1)
     chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    coming = serving.arrivals(cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"])
+    coming = arrivals.make_arrivals(
+        cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"]
+    )
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["resume"]:
         raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
@@ -51,7 +53,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     proposer, verifier = plan.build(target)
     shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
     engine = Engine(target, proposer, verifier, **shape)
-    for _, request, _ in serving.requests(target, chosen, coming, params, cfg["seed"]):
+    for _, request, _ in arrivals.make_requests(target, chosen, coming, params, cfg["seed"]):
         engine.check(request)
     longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
@@ -80,7 +82,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     task_of: dict[str, tasks.Task] = {}
 
     def timed() -> Any:
-        for arrival_s, request, task in serving.requests(target, chosen, coming, params, cfg["seed"]):
+        for arrival_s, request, task in arrivals.make_requests(target, chosen, coming, params, cfg["seed"]):
             task_of[request.id] = task
             yield arrival_s, request
 
@@ -111,7 +113,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(exit_code)
     changing = cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list)
-    rates = serving.phases(cfg["request_rate"]) if changing else []
+    rates = arrivals.parse_request_rate(cfg["request_rate"]) if changing else []
     edges = list(accumulate(seconds for seconds, _ in rates))
     phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg["num_requests"])
     busy = sum(turn["wall_s"] for turn in records.rows_in(out_dir / "steps.jsonl"))
@@ -137,7 +139,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if reasons := stats.busy_reasons({}, {name: share}):
         console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
-        console.show(f"lossless: NO, {verifier.name} does not keep the target's law")
+        console.show(f"lossless: NO, {verifier.name} does not preserve the target's distribution")
     if cfg["logger"]["name"] == "wandb":
         logged = list(records.rows_in(out_dir / "requests.jsonl"))
         where = logger.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])

@@ -15,7 +15,7 @@ from specdec.checked import first_line
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """An error of the operating system within the block names the file: what fails in a write or a flush does not."""
+    """Add the file's name to an OSError within the block, which one of a write or a flush does not have."""
     try:
         yield
     except OSError as error:
@@ -24,16 +24,27 @@ def writing(path: Path) -> Iterator[None]:
         raise
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that nobody ever sees a part of it: under another name first."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
 def apply_umask(path: Path) -> None:
-    """Give a file the permissions that `open` would have given it: safetensors makes its files private."""
+    """Set the permissions with which `open` makes files: safetensors makes private ones."""
     umask = os.umask(0o077)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError, one line that begins with `where`, whatever is wrong with the text: its
-    syntax, its encoding, half of a surrogate pair, brackets that are nested hundreds deep."""
+    """The value of a JSON text. Raises ValueError, one line that begins with `where`, for any mistake in it: syntax, encoding,
+    half of a surrogate pair, brackets that are nested hundreds deep."""
     try:
         return from_json(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
@@ -56,6 +67,6 @@ def read_json_object(path: str | Path, fix: str = "") -> dict[str, Any]:
     """As `read_json`, of a file that holds a JSON object."""
     value = read_json(path, fix)
     if not isinstance(value, dict):
-        found = f"{type(value).__name__} {str(value)[:40]!r}"
-        raise ValueError(f"{Path(path).parent}: {Path(path).name} holds no JSON object, but a {found}{fix and f'; {fix}'}")
+        actual = f"{type(value).__name__} {str(value)[:40]!r}"
+        raise ValueError(f"{Path(path).parent}: {Path(path).name} holds no JSON object, but a {actual}{fix and f'; {fix}'}")
     return value

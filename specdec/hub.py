@@ -1,9 +1,9 @@
-"""Where weights come from: a local directory, a hub id, an embedded model, or one made on the spot.
+"""Where weights come from: a local directory, a hub id, an embedded model, or a random one.
 
-An embedded model travels inside a PyPI wheel as GGUF: it is fetched with pip, its hash is checked, it is converted once
-through transformers, and kept as safetensors in the cache directory (`SPECDEC_CACHE`, default `~/.cache/specdec`).
-`tiny-<architecture>` is a random model of a few layers; `random-<shape>` a random one of a real shape, for speed work where
-weights do not matter: its directory holds a config and no weights.
+An embedded model is a GGUF file inside a PyPI wheel: it is fetched with pip, its hash is checked, transformers converts it
+once, and the safetensors stay in the cache directory (`SPECDEC_CACHE`, default `~/.cache/specdec`).
+`tiny-<architecture>` is a random model of a few layers; `random-<shape>` a random one of a real shape, for measuring speed
+where weights do not matter: its directory holds a config and no weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ from specdec.checked import first_line, nearest, short_repr
 from specdec.files import apply_umask, read_json, writing
 
 DEFAULT = "smollm2-135m"
-ADAPTER = "adapter_config.json"  # of a PEFT adapter
-MAX_LAYERS = 1000  # layers that any model may have
+ADAPTER = "adapter_config.json"  # config of a PEFT adapter
+MAX_LAYERS = 1000  # of a model; more is a broken config
 _DEPTH_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_nextn_predict_layers")
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A GGUF file inside wheels: joined from `members` (package -> path in the wheel), with the hash of the whole."""
+    """A GGUF file inside PyPI wheels.
+
+    members: (package, path in its wheel) of each part of the file, in order.
+    sha256: of the joined file.
+    license: of the model.
+    """
 
     members: tuple[tuple[str, str], ...]
     sha256: str
@@ -132,7 +137,10 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
 
 
 def local(name: Any, what: str) -> Path:
-    """A name as the path that it may be, `~` replaced. Raises ValueError for what is no name: a number, a list, nothing."""
+    """A name as a path, with `~` expanded. Raises ValueError for what is no name: a number, a list, an empty string.
+
+    what: the setting that has the name, for the error.
+    """
     if not isinstance(name, str | Path) or not str(name).strip() or "\0" in str(name):
         raise ValueError(f"{what}={short_repr(name)} is no name of a model; give a directory, a hub id or an embedded name")
     try:
@@ -144,9 +152,9 @@ def local(name: Any, what: str) -> Path:
 
 
 def check_config(directory: Path) -> Path:
-    """The directory itself, before transformers sees it. Raises ValueError if its config asks for more layers than any model
-    has, which would be made one by one, or if a PEFT adapter is in it: transformers applies one if `peft` is installed, and
-    passes over it without a word if not, so that the same directory would be two models."""
+    """The directory itself. Raises ValueError, before transformers reads it, if its config has more layers than any model, which
+    would be made one by one, or if it holds a PEFT adapter: transformers applies one if `peft` is installed and ignores it
+    silently if not, so that the same directory would be two models."""
     if (directory / ADAPTER).exists():
         raise ValueError(
             f"{directory}: {ADAPTER} says that an adapter belongs to these weights, which is not applied here; merge it into "
@@ -154,22 +162,23 @@ def check_config(directory: Path) -> Path:
         )
     try:
         config = read_json(directory / "config.json")
-    except ValueError:  # whoever loads it says so
+    except ValueError:  # raised again where it is loaded
         return directory
     for part in [config, *config.values()] if isinstance(config, dict) else []:
         for key in _DEPTH_KEYS:
-            deep = part.get(key) if isinstance(part, dict) else None
-            if isinstance(deep, int) and deep > MAX_LAYERS:
+            num_layers = part.get(key) if isinstance(part, dict) else None
+            if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
                 raise ValueError(
-                    f"{directory}: {key}={deep} in config.json is outside 1..{MAX_LAYERS}; take another copy of the model"
+                    f"{directory}: {key}={num_layers} in config.json is outside 1..{MAX_LAYERS}; take another copy of the model"
                 )
     return directory
 
 
 def weights_digest(directory: str | Path) -> str:
-    """A hash that tells models of one name apart: of each JSON file and each file of weights its name and size, and of its
-    bytes the first and stretches from all over it, which any training changes."""
-    directory, digest = Path(directory), hashlib.sha256()
+    """A hash that distinguishes models of one name: of name, size and 64 evenly spaced blocks of each JSON file and each
+    file of weights, which any training changes."""
+    directory = Path(directory)
+    digest = hashlib.sha256()
     names = ["config.json", "random.json", *sorted(path.name for path in directory.glob("*.safetensors"))]
     for name in names:
         if not (directory / name).exists():
@@ -185,7 +194,7 @@ def weights_digest(directory: str | Path) -> str:
 
 def load_model(path: str | Path, **options: Any) -> Any:
     """The plain transformers model of a directory, from JSON and safetensors alone: nothing is unpickled, no code of the
-    directory runs. options: of `from_pretrained`. Every model that is not a `CausalLM` comes through here."""
+    directory runs. options: of `from_pretrained`. Everything that loads a model other than `CausalLM` calls this."""
     from transformers import AutoModelForCausalLM
 
     directory = check_config(Path(path))
@@ -210,16 +219,19 @@ def load_config(path: str | Path) -> Any:
 
 
 def make_once(directory: Path, make: Any) -> Path:
-    """Make a directory under a temporary name and rename it when whole: what has the final name is complete."""
+    """Make a directory under a temporary name and rename it afterwards, so that one with the final name is complete.
+
+    make: called with the temporary directory, to fill it.
+    """
     if not directory.exists():
         temporary = directory.with_name(f".{directory.name}-{secrets.token_hex(4)}")
-        temporary.mkdir(parents=True)  # as the umask has it: a cache may be shared
+        temporary.mkdir(parents=True)  # with the permissions of the umask: a cache may be shared
         try:
             with writing(directory):
                 make(temporary)
                 for path in temporary.rglob("*.safetensors"):
                     apply_umask(path)
-            with contextlib.suppress(OSError):  # another process was first, and its result is the same
+            with contextlib.suppress(OSError):  # another process was first, with the same result
                 temporary.rename(directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -284,21 +296,10 @@ def _convert(name: str, directory: Path) -> None:
 
 def _wheel(package: str, directory: Path) -> Path:
     """Download one wheel without its dependencies."""
-    where = directory / package.partition("==")[0]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary=:all:",
-        "-d",
-        str(where),
-        package,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(where.glob("*.whl")) if where.exists() else []
+    destination = directory / package.partition("==")[0]
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "-d", str(destination)]
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *options, package], capture_output=True, text=True)
+    wheels = list(destination.glob("*.whl")) if destination.exists() else []
     if done.returncode or not wheels:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
         raise ValueError(f"pip could not fetch {package} ({last[:160]}); check the network, or use model.path=DIR")
@@ -308,8 +309,8 @@ def _wheel(package: str, directory: Path) -> Path:
 def tiny(architecture: str = "llama", seed: int = 0) -> Path:
     """A random model of four narrow layers with a byte-level tokenizer and a chat template, made once.
 
-    Its initialisation is wide, so that its next-token laws are peaked and differ from context to context, and greedy ties
-    are as rare as in a trained model.
+    Its initialisation is wide: next-token distributions are peaked and differ between contexts, and greedy ties are as rare as
+    in a trained model.
     """
     model_type = _ALIAS.get(architecture, architecture)
     if model_type not in _TINY:
@@ -339,8 +340,7 @@ def random_model(shape: str) -> Path:
     def make(directory: Path) -> None:
         from transformers import AutoConfig
 
-        facts = dict(SHAPES[shape])
-        config = AutoConfig.for_model(facts.pop("model_type"), **facts, bos_token_id=256, eos_token_id=257, pad_token_id=258)
+        config = AutoConfig.for_model(**SHAPES[shape], bos_token_id=256, eos_token_id=257, pad_token_id=258)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(directory)
         (directory / "random.json").write_text(json.dumps({"shape": shape, "weights": "drawn at load, seed 0"}))
@@ -350,7 +350,7 @@ def random_model(shape: str) -> Path:
 
 
 def is_random(path: Path) -> bool:
-    """True for a directory made by `random`, which holds no weights."""
+    """True for a directory made by `random_model`, which holds no weights."""
     return (path / "random.json").exists() and not list(path.glob("*.safetensors"))
 
 
@@ -374,7 +374,7 @@ def _byte_tokenizer() -> Any:
 
 
 def num_parameters(config: Any) -> int:
-    """Weights of a dense decoder, counted from its config without making it (tied embeddings once)."""
+    """Number of weights of a model, counted without making it (tied embeddings once). config: the transformers config."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pydantic import ConfigDict, Field, field_validator
 
+from specdec.chat.template import unread_template_kwargs
 from specdec.checked import Checked, nearest, short_repr, whole_text
 from specdec.core import Request
 from specdec.engine import Engine
@@ -24,7 +25,6 @@ from specdec.model.target import DTYPES, CausalLM, choose_device
 from specdec.params import SamplingParams
 from specdec.prompts import answer_text, derived_seed, render_chat, token_ids
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training.data import unread_template_kwargs
 
 MAX_THREADS = 1024  # beyond, a typo: torch would start so many at once
 

@@ -1,7 +1,7 @@
-"""One process per directory: a lock of the operating system on a small file, held for as long as a run lasts.
+"""One process per directory: an operating system's lock on a small file, held as long as a run lasts.
 
-A process that ends, however it ends, loses the lock with its file descriptor: what a killed one leaves behind is a file that
-nobody holds. Where the file system has no locks, one line says so and the run goes on without.
+A process that ends, however it ends, loses the lock with its file descriptor: a killed one leaves a file that nobody holds.
+Where the file system has no locks, a note says so and the run goes on without one.
 """
 
 from __future__ import annotations
@@ -19,38 +19,41 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-WAIT_S = 0.5  # for a holder that is just ending
+WAIT_S = 0.5  # for a holder that is about to end
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
 
 
 @dataclass
 class _Held:
+    """A lock file of this process. created: directories that were made for it, the deepest first."""
+
     lock: FileLock | None
-    created: list[Path] = field(default_factory=list)  # directories that were made for it, the deepest first
+    created: list[Path] = field(default_factory=list)
 
 
 _held: dict[Path, _Held] = {}
 
 
-def acquire(path: Path, what: str) -> None:
-    """Take a lock file until `release` or the end of the process; its directory is made if there is none.
+def acquire(path: Path, setting: str) -> None:
+    """Take a lock file until `release` or the end of the process, making its directory if there is none.
 
-    what: `key=value` of the command line that it stands for. Raises ValueError, one line with the holder, if another process
-    has it, and OSError if the file cannot be written.
+    setting: `key=value` of the command line that the file stands for.
+
+    Raises ValueError, one line with the holder, if another process has it, and OSError if the file cannot be written.
     """
     path = path.absolute()
     if path in _held:
         return
     held = _Held(None)
     try:
-        held.lock = _locked(path, held.created)
+        held.lock = _lock(path, held.created)
         if held.lock is not None:
             since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
             path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}) + "\n")
     except Timeout:
-        raise ValueError(f"{what} is in use by {_holder(path)}; wait until that ends, or give another") from None
+        raise ValueError(f"{setting} is in use by {_holder(path)}; wait until that ends, or give another") from None
     except BaseException as error:
-        _give_up(path, held)
+        _release(path, held)
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
         raise
@@ -58,7 +61,7 @@ def acquire(path: Path, what: str) -> None:
 
 
 def is_free(path: Path) -> bool:
-    """Whether no other process has a lock file. Nothing is changed."""
+    """Whether no other process holds a lock file. Nothing is changed."""
     path = path.absolute()
     if path in _held or not path.exists():
         return True
@@ -73,8 +76,14 @@ def is_free(path: Path) -> bool:
     return True
 
 
-def _locked(path: Path, created: list[Path]) -> FileLock | None:
-    """The lock; None where the file system has none."""
+def release() -> None:
+    """Release everything that this process holds, and remove directories that were made for it and are empty."""
+    while _held:
+        _release(*_held.popitem())
+
+
+def _lock(path: Path, created: list[Path]) -> FileLock | None:
+    """The acquired lock; None where the file system has none. created: directories that are made are added to it."""
     lock = FileLock(path, timeout=WAIT_S, thread_local=False, fallback_to_soft=False)
     while True:
         missing = [directory for directory in (path.parent, *path.parent.parents) if not directory.exists()]
@@ -82,13 +91,13 @@ def _locked(path: Path, created: list[Path]) -> FileLock | None:
         created[:0] = [directory for directory in missing if directory not in created]
         is_new = not path.exists()
         try:
-            path.touch()  # where no file can be made the lock would wait, as for another process
+            path.touch()  # where no file can be made, `lock.acquire` would wait as for another process
             lock.acquire()
             return lock
         except FileNotFoundError:
             if path.parent.is_dir():
                 raise
-            continue  # whoever held it last has taken its empty directory away
+            continue  # the last holder has just removed its empty directory
         except (OSError, NotImplementedError) as error:
             if isinstance(error, Timeout):
                 raise
@@ -104,7 +113,7 @@ def _locked(path: Path, created: list[Path]) -> FileLock | None:
 
 
 def _holder(path: Path) -> str:
-    """Who says that it holds a lock file."""
+    """The process that holds a lock file, by what it wrote into it."""
     for _ in range(5):
         try:
             holder = json.loads(path.read_text())
@@ -114,18 +123,12 @@ def _holder(path: Path) -> str:
     return "another process"
 
 
-def _give_up(path: Path, held: _Held) -> None:
+def _release(path: Path, held: _Held) -> None:
     if held.lock is not None:
-        # while it is held: a process that waits for this very file then sees that it is gone, and makes another
+        # before the release: a process that waits for this very file then sees that it is gone, and makes another
         with contextlib.suppress(OSError):
             path.unlink()
         held.lock.release()
     for directory in held.created:
         with contextlib.suppress(OSError):  # not empty
             directory.rmdir()
-
-
-def release() -> None:
-    """Give back all that this process holds; of the directories that were made for it, the empty ones go."""
-    while _held:
-        _give_up(*_held.popitem())

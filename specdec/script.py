@@ -1,7 +1,7 @@
 """How a script ends: with one line, whatever happened, and an exit code.
 
-Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C (SIGINT), 143 by SIGTERM. SPECDEC_DEBUG=1 shows the traceback too. Nothing
-heavy is imported here, so that Ctrl-C while torch is being imported ends in one line as well.
+Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C (SIGINT), 143 by SIGTERM. SPECDEC_DEBUG=1 shows the traceback too. No
+large package is imported here, so that Ctrl-C while torch is being imported ends in one line too.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from specdec import lock
 
 DEBUG = "SPECDEC_DEBUG"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_kept = ""
-_signal: int | None = None  # that has come since the block began
+_results_hint = ""  # end of the last line of a run that fails or is stopped
+_signal: int | None = None  # received since `one_line` was entered
 
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a script as Ctrl-C does."""
 
 
-def keeps(where: Path, resumes: bool) -> None:
-    """From now on there is something to keep: the last line of a run that fails or is stopped says where it is.
+def has_results(directory: Path, resumes: bool) -> None:
+    """From now on, the last line of a run that fails or is stopped says where its results are.
 
-    resumes: whether `resume=true` goes on with it.
+    resumes: whether `resume=true` continues the run.
     """
-    global _kept
-    _kept = f"; what had finished is kept in {where}{', and resume=true goes on with the rest' if resumes else ''}"
+    global _results_hint
+    rest = ", and resume=true goes on with the rest" if resumes else ""
+    _results_hint = f"; what had finished is kept in {directory}{rest}"
 
 
 def fail(message: object) -> NoReturn:
-    """End the program with one line on stderr and exit code 1. Of processes that decode together one says it."""
-    if _signal is not None:  # what failed is what the signal broke off
+    """End the program with one line on stderr and exit code 1. Of processes that decode together one writes it."""
+    if _signal is not None:  # the failure is a consequence of the signal
         _end_interrupted(128 + _signal)
     line = _first_line(message)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from specdec.model import distributed
 
-        if (speaks := distributed.claim_failure_report()) is not None:
-            if speaks:  # at once: when the first has ended, torchrun ends the others
+        may_report = distributed.claim_failure_report()
+        if may_report is not None:
+            if may_report:  # flushed: torchrun ends the other processes when the first has ended
                 print(f"error: {line}", file=sys.stderr, flush=True)
             sys.exit(1)
     sys.exit(f"error: {line}")
@@ -55,16 +57,17 @@ def fail(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """Whatever ends the block ends the program, in one line; what it holds (`specdec.lock`) is given back."""
-    global _kept, _signal
-    _kept, _signal = "", None
+    """Whatever ends the block ends the program, in one line; its locks (`specdec.lock`) are released."""
+    global _results_hint, _signal
+    _results_hint = ""
+    _signal = None
     defaults: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        del defaults[signal.SIGTERM]  # torchrun ends its processes by it when one has failed, and that one has said why
+        del defaults[signal.SIGTERM]  # torchrun sends it when another process has failed, which has reported the reason
     handlers: dict[int, Any] = {}
     for number, default in defaults.items():
         if signal.getsignal(number) == default:
-            with contextlib.suppress(ValueError):  # only the main thread may listen
+            with contextlib.suppress(ValueError):  # only the main thread may set a handler
                 handlers[number] = signal.signal(number, _stop)
     try:
         yield
@@ -72,10 +75,10 @@ def one_line() -> Iterator[None]:
         handlers = {}
         _end_interrupted(exit_code(error))
     except Exception as error:
-        if _signal is not None:  # a library that was broken off may make another error of it
+        if _signal is not None:  # a library may turn the interrupt into an error of its own
             handlers = {}
             _end_interrupted(128 + _signal)
-        if another_has_said_why(error):
+        if _failed_elsewhere(error):
             sys.exit(1)
         _show_traceback()
         fail(_describe(error))
@@ -86,26 +89,26 @@ def one_line() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """For scripts without Hydra: a mistake on the command line is one line here too."""
+    """For scripts without Hydra: a mistake on the command line is one line."""
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message}; see --help")
 
 
 def count(text: str) -> int:
-    """An argument that must be a number from 1 on."""
+    """The type of an argument that must be an integer of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
     return int(text)
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that writes and speaks: the only one, or the first of those that torchrun has started."""
+    """Whether this process writes files and prints: it is alone, or the first of those that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def exit_code(stopped: KeyboardInterrupt) -> int:
-    """128 and the number of the signal, as a shell has it."""
+    """128 plus the number of the signal, as shells do."""
     return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
 
 
@@ -117,17 +120,17 @@ def _stop(number: int, frame: Any) -> None:
 
 def _end_interrupted(code: int) -> NoReturn:
     """End the program after a signal, in one line."""
-    for each in (signal.SIGINT, signal.SIGTERM):  # a second one ends what is left to do, without a word
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second signal ends the clean-up silently
         with contextlib.suppress(ValueError):
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
     _show_traceback()
     if is_main_process():  # torchrun interrupts all of its processes
-        print(f"interrupted{_kept}", file=sys.stderr, flush=True)
+        print(f"interrupted{_results_hint}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
-def another_has_said_why(error: Exception) -> bool:
-    """Whether this is what is left of a group of processes of which one has failed."""
+def _failed_elsewhere(error: Exception) -> bool:
+    """Whether the error is a consequence of another process's failure, which that process reports."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not isinstance(error, RuntimeError):
         return False
     from specdec.model import distributed
@@ -144,16 +147,16 @@ def _describe(error: Exception) -> str:
     """What went wrong, and what to do about it, in one line."""
     if isinstance(error, OSError) and error.errno is not None:
         text = error.strerror or os.strerror(error.errno)
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return f"{where}{text}{'; make room' if error.errno in _FULL else ''}{_kept}"
+        prefix = f"{error.filename}: " if error.filename is not None else ""
+        return f"{prefix}{text}{'; make room' if error.errno in _FULL else ''}{_results_hint}"
     if isinstance(error, OSError | ValueError) and _first_line(error) != "failed":
         return _first_line(error)
     if isinstance(error, MemoryError | OverflowError):
-        what = f"{type(error).__name__}: {error}".removesuffix(": ")
-        return f"{what}; a number is too large for this machine, such as max_batch_size or seed"
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return f"{text}; a number is too large for this machine, such as max_batch_size or seed"
     text = str(error).strip()
     hint = "" if DEBUG in os.environ else f"; {DEBUG}=1 shows where"
-    return f"{type(error).__name__}{': ' if text else ''}{text.splitlines()[0] if text else ''}{hint}{_kept}"
+    return f"{type(error).__name__}{': ' if text else ''}{text.splitlines()[0] if text else ''}{hint}{_results_hint}"
 
 
 def _first_line(message: object) -> str:

@@ -168,7 +168,7 @@ class SpeculativeConfig(Checked):
         if self.num_speculative_tokens == "auto":
             del settings["num_speculative_tokens"]
             if method.needs_length(name):
-                settings["num_speculative_tokens"] = adaptive.AUTO_MOST
+                settings["num_speculative_tokens"] = adaptive.AUTO_MAX_DRAFT
         if str(settings.get("model")).lower() in method.facts(name).model_spellings:
             del settings["model"]
         for key, value_of_others in UNIVERSAL_VALUES.items():

@@ -28,8 +28,8 @@ with script.one_line():
     from specdec.drafter.base import Init, Objective
     from specdec.method.eagle3 import Eagle3
     from specdec.model.target import CausalLM
-    from specdec.training import data, features
-    from specdec.training.data import Sample
+    from specdec.training import features
+    from specdec.training.samples import Sample, draft_vocabulary
 
 
 def target_of(args: argparse.Namespace) -> CausalLM:
@@ -55,7 +55,7 @@ def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(0)
     mask_n = np.arange(args.length) >= args.prompt
     sample = Sample("0", rng.integers(0, args.vocab, args.length), mask_n)
-    ids = data.draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
+    ids = draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
     drafter = Eagle3(target, Eagle3.init_checkpoint(target, {}, Init(), ids), 1)
     batch = features.OnlineFeatures(target, drafter.hidden_layers)([sample])
     objective = Objective(ttt_steps=args.steps, mask_outside_vocab=False)  # every supervised row, as the direct one has it

@@ -27,6 +27,7 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.method.eagle3 import Architecture
     from specdec.model.target import CausalLM
     from specdec.training import data, features
+    from specdec.training.samples import fingerprint
 
     model, out_dir = cfg["model"], Path(cfg["out_dir"])
     if cfg["shard_mb"] < 0:
@@ -51,7 +52,7 @@ def run(cfg: dict[str, Any]) -> None:
     if cfg["dry_run"]:
         return
     identity = features.identity(target, source.layers, model["revision"])
-    own = {"data": data.fingerprint(loaded.samples), "layer_ids": list(source.layers)}
+    own = {"data": fingerprint(loaded.samples), "layer_ids": list(source.layers)}
     own["target_weights"] = hub.weights_digest(target.path)
     records.claim(out_dir, cfg["resume"], own)
     config.save(cfg, out_dir / "config.yaml")

@@ -81,7 +81,7 @@ def run(cfg: dict[str, Any]) -> None:
         "seed": cfg["seed"],
     }
     rows = begin(out, header, cfg["resume"])
-    script.keeps(out, resumes=True)
+    script.has_results(out, resumes=True)
     done = {row["id"] for row in rows.rows[1:]}
 
     with console.progress(len(chosen), answers=len(done)) as advance:
@@ -173,6 +173,7 @@ def request_record(task: Any, requests: list[Any], tokenizer: Any) -> dict[str, 
 
 def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
     """The user turns of a prompt set, a system message in front of them, and the tools that may be called."""
+    from specdec.chat.conversation import prompts_of, unused_note
     from specdec.measure import tasks
     from specdec.training import data
 
@@ -183,7 +184,7 @@ def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
         if isinstance(row, dict) and (row.get("turns") == [] or set(row) == {"header"}):
             continue  # a made-up turn that was not kept, or how they were made
         try:
-            given = data.prompts_of(row, tokenizer)
+            given = prompts_of(row, tokenizer)
         except ValueError as error:
             left_out[str(error)] += 1
             continue
@@ -200,7 +201,7 @@ def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
     if left_out:
         print(f"note: {sum(left_out.values())} rows of {path} were left out: {dict(left_out)}")
     if unused:
-        print(f"note: {data.unused_note(unused)}")
+        print(f"note: {unused_note(unused)}")
     if not chosen:
         raise ValueError(f"prompts={path}: no row with user turns")
     return chosen[:limit]
@@ -247,20 +248,20 @@ def openings_of(path: Path) -> list[dict[str, Any]]:
 def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[str, Any]]) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
     from specdec import hub
+    from specdec.chat.template import user_frame
     from specdec.core import Request
     from specdec.measure.report import console
     from specdec.prompts import derived_seed
-    from specdec.training import data
 
     given, tokenizer = cfg["synthesize"], engine.target.tokenizer
     path = out.with_name(f"{out.name}.prompts.jsonl")
     shares = list(itertools.accumulate(opening["weight"] for opening in openings))
-    prefix, closing = data.user_frame(tokenizer)
+    prefix, closing = user_frame(tokenizer)
     params = invented(cfg, stop_token_ids=closing)
     how = {"target": engine.target.name, "target_weights": hub.weights_digest(engine.target.path)}
     how |= {"synthesize": {**given, "count": None}, "seed": cfg["seed"]}
     rows = begin(path, how, cfg["resume"])
-    script.keeps(path, resumes=True)
+    script.has_results(path, resumes=True)
     seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
     number = len(rows.rows) - 1
     with console.progress(given["count"], prompts=len(seen)) as advance:

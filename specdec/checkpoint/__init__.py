@@ -56,14 +56,14 @@ class Format(Protocol):
 def formats() -> dict[str, Format]:
     """Every format by name, in the order in which they are tried."""
     modules = {info.name: importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)}
-    found = {name: cast(Format, module) for name, module in modules.items() if "PRECEDENCE" in vars(module)}
-    return dict(sorted(found.items(), key=lambda item: (item[1].PRECEDENCE, item[0])))
+    with_format = {name: cast(Format, module) for name, module in modules.items() if "PRECEDENCE" in vars(module)}
+    return dict(sorted(with_format.items(), key=lambda item: (item[1].PRECEDENCE, item[0])))
 
 
 def load(path: str | Path, revision: str | None = None) -> Checkpoint:
     """A drafter in any known format: a directory, that of a training run (its best), or a hub id.
 
-    Raises ValueError, one line, for what is none, not complete, or would need code or pickles to be read.
+    Raises ValueError, one line, for what is none or not complete, or would need code or pickles to be read.
     """
     directory = native.find(path, revision)
     config = hf_common.read_config(directory)
@@ -95,7 +95,7 @@ def format_of(directory: Path, config: dict[str, Any]) -> Format:
             raise ValueError(f"{directory}: a drafter of kind {word}, which cannot be imported; readable: {readable}")
     raise ValueError(
         f"{directory}: no drafter of a known format (model_type {model_type!r}, architectures {config.get('architectures')}); "
-        f"readable: native, {', '.join(formats())}"
+        f"readable: {', '.join([native.NAME, *formats()])}"
     )
 
 
@@ -107,8 +107,18 @@ def format_for(method: str, engine: str) -> Format:
             return candidate
         engines += candidate.WRITES.get(method, {})
     raise ValueError(
-        f"format={engine}: {engine} has no {method} drafters; {method} can be written for {', '.join(['native', *engines])}"
+        f"format={engine}: {engine} has no {method} drafters; {method} can be written for {', '.join([native.NAME, *engines])}"
     )
+
+
+def needs_target(checkpoint: Checkpoint, engine: str) -> bool:
+    """Whether the loaded target is needed to write a checkpoint for an engine, or as native: to compare parts, or to write them."""
+    return bool(checkpoint.copies) or (engine != native.NAME and format_for(checkpoint.method, engine).needs_target(checkpoint))
+
+
+def lint_engine(method: str, engine: str) -> str:
+    """The name in `lint.ENGINES` of the engine that loads what `write` wrote for it."""
+    return format_for(method, engine).WRITES[method][engine]
 
 
 def write(

@@ -25,6 +25,7 @@ from specdec.files import apply_umask, read_json
 from specdec.hub import MAX_LAYERS
 from specdec.model.target import CausalLM, is_finite
 
+NAME = "native"  # as `format=` of train/share.py
 FORMAT = "specdec-drafter"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _COUNTS = ("num_hidden_layers", "num_modules")

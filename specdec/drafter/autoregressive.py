@@ -273,7 +273,7 @@ class AutoregressiveDrafter(Drafter):
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
         """[A, D] states for the output layer at every step, of the rows of the plan. kernel: the efficient or readable
         one."""
-        token_N, first_N = batch.token_N, plan.first_A
+        token_N, first_N = batch.token_N, plan.first_N
         position_N = self._index(np.arange(len(first_N)) - first_N)
         states = []
         hidden = self.add_feature_noise(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
@@ -283,7 +283,7 @@ class AutoregressiveDrafter(Drafter):
         attention = unroll.UnrolledAttention(plan, kernel)
         for k, step in enumerate(plan.steps):
             if k:
-                rows, kept = self._index(step.rows), self._index(step.kept)
+                rows, kept = self._index(step.rows), self._index(step.from_prev)
                 fewer = len(step.rows) < len(hidden)
                 attention.next_step(kept if fewer else None)
                 if fewer:

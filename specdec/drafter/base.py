@@ -19,7 +19,7 @@ from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
-from specdec.drafter.trainable import TrainableDrafter
+from specdec.drafter.trainable import UnrolledDrafter
 from specdec.model import packed_linear
 from specdec.model.target import CausalLM
 
@@ -76,7 +76,7 @@ def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> Non
         raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
 
 
-class Drafter(StatelessProposer, TrainableDrafter):
+class Drafter(StatelessProposer, UnrolledDrafter):
     """Settings as in vLLM. model: the directory of a checkpoint, a hub id, or a Checkpoint; draft_sample_method: `greedy`
     (argmax at every temperature) or `probabilistic` (drawn at the request's temperature, the law recorded); max_model_len:
     positions that a row may take, beyond which it is not drafted for.
@@ -306,7 +306,7 @@ class Drafter(StatelessProposer, TrainableDrafter):
     def for_training(
         self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False
     ) -> None:
-        """float32 masters that gradients reach. feature_sample: [tokens, T, D] target states to scale features by; warm_start: the
+        """float32 masters that gradients reach. feature_sample: [tokens, T, D] target states to scale by; warm_start: the
         weights were trained before, so what is prepared must leave the function as it is."""
         self.objective = objective
         self.float().requires_grad_(True)

@@ -11,9 +11,15 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """Samples laid end to end: N tokens. layers: the ids of the tapped layers. mask_N and length_B are on the host: which rows
-    take part is decided there, without waiting for the device. weight_B: what a token of each sample weighs, if not 1. Where
-    the target was not asked (`TokenSource`), hidden_NTD and what follows from it are None."""
+    """Samples laid end to end: N tokens, B samples. Without a target (`TokenSource`), three of the fields are None.
+
+    ids: names of the samples.
+    length_B, mask_N: lengths and loss mask, on the host: which rows take part is decided there, without waiting for the device.
+    layers: ids of the T tapped layers.
+    token_N, hidden_NTD: tokens, and the target's states of the tapped layers.
+    argmax_N, logsumexp_N: the target's likeliest next token and the logsumexp of its logits, where the next token is generated.
+    weight_B: weight of each sample's tokens in the loss; None weighs all 1.
+    """
 
     ids: list[str]
     length_B: np.ndarray

@@ -57,7 +57,7 @@ class Depths(Checked):
 
 def positions(plan: unroll.Plan) -> np.ndarray:
     """Of all tokens and all mask tokens, in their documents."""
-    within_N = np.arange(len(plan.first_A)) - plan.first_A
+    within_N = np.arange(len(plan.first_N)) - plan.first_N
     return np.concatenate([within_N, *(within_N[step.rows] + d for d, step in enumerate(plan.steps[1:], 1))])
 
 
@@ -67,7 +67,7 @@ def num_masks(plan: unroll.Plan) -> int:
 
 def by_depth(state_ND: Tensor, plan: unroll.Plan) -> list[Tensor]:
     """What came out, as the states of every depth's rows."""
-    parts = state_ND.split([len(plan.first_A), *(len(step.rows) for step in plan.steps[1:])])
+    parts = state_ND.split([len(plan.first_N), *(len(step.rows) for step in plan.steps[1:])])
     return [parts[0][torch.from_numpy(plan.steps[0].rows).to(state_ND.device, non_blocking=True)], *parts[1:]]
 
 
@@ -96,23 +96,23 @@ class DepthAttention:
         is_plain = sliding_window is None and softcap is None
         kernel = self.kernel if is_plain else unroll.masked_attention(sliding_window, softcap)
         scaling = scaling or query_NHW.shape[-1] ** -0.5
-        num_tokens = len(self.plan.first_A)
+        num_tokens = len(self.plan.first_N)
         sizes = [num_tokens, *(len(step.rows) for step in self.plan.steps[1:])]
         key_NGW, value_NGW = self.kv.pop(layer)
         queries = query_NHW.split(sizes)
         keys = key_NGW.split(sizes)
         values = value_NGW.split(sizes)
-        first_N = self.plan.first_A
+        first_N = self.plan.first_N
         out = [kernel(queries[0], keys[0], values[0], [], [], np.arange(num_tokens), first_N, scaling)]
-        own_key: list[Tensor] = []
-        own_value: list[Tensor] = []
+        step_key: list[Tensor] = []
+        step_value: list[Tensor] = []
         for d, step in enumerate(self.plan.steps[1:], 1):
             if d > 1:
-                assert step.kept is not None
-                kept = torch.from_numpy(step.kept).to(query_NHW.device, non_blocking=True)
-                own_key = [x[kept] for x in own_key]
-                own_value = [x[kept] for x in own_value]
-            own_key = [*own_key, keys[d]]
-            own_value = [*own_value, values[d]]
-            out.append(kernel(queries[d], keys[0], values[0], own_key, own_value, step.rows, first_N, scaling))
+                assert step.from_prev is not None
+                kept = torch.from_numpy(step.from_prev).to(query_NHW.device, non_blocking=True)
+                step_key = [x[kept] for x in step_key]
+                step_value = [x[kept] for x in step_value]
+            step_key = [*step_key, keys[d]]
+            step_value = [*step_value, values[d]]
+            out.append(kernel(queries[d], keys[0], values[0], step_key, step_value, step.rows, first_N, scaling))
         return torch.cat(out)

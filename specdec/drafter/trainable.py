@@ -1,27 +1,101 @@
-"""What a drafter's loss consists of, whatever the drafter: which rows learn, what the target says there, how it is counted.
+"""What training asks of a drafter (`TrainableDrafter`), and the loss that all of them share (`UnrolledDrafter`).
 
-A family says how its states come about (`unrolled`), which rows take part (`plan`) and which output layers read the states
-(`heads`). Rows, steps and shape letters are those of `specdec.drafter.unroll`, losses those of `specdec.drafter.losses`.
+A family adds how its states come about (`unrolled`), which rows take part (`plan`), and which output layers read the states
+(`heads`). Rows, steps and their shape letters: `specdec.drafter.unroll`; losses and labels: `specdec.drafter.losses`.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specdec.checked import Checked
+from specdec.checkpoint.native import Checkpoint
 from specdec.core import MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.batch import Batch
-from specdec.drafter.losses import Teacher
+from specdec.drafter.losses import LossSums, RowSums, Teacher
 from specdec.model.target import CausalLM
 
 
-class TrainableDrafter(nn.Module):
-    """objective: `weights(num_steps)`, `loss` (a mix of terms), `mask_outside_vocab`, and mostly `steps_at(progress)`. lead:
-    row p predicts token p + lead + k at step k."""
+@runtime_checkable
+class TrainableDrafter(Protocol):
+    """A drafter as `specdec.training` sees it: an nn.Module that computes its loss, from recipe to checkpoint."""
+
+    name: ClassVar[str]  # of the method
+    objective_type: ClassVar[type[Checked]]  # keys of train.objective
+    init_type: ClassVar[type[Checked]]  # keys of train.init
+    target: CausalLM
+    hidden_layers: tuple[int, ...]  # target layers whose states it reads; () reads tokens alone
+
+    @classmethod
+    def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
+        """The checkpoint of that name, in whatever format it is."""
+        ...
+
+    @classmethod
+    def init_checkpoint(
+        cls, target: CausalLM, architecture: dict[str, Any], init: Any, vocab_ids: np.ndarray | None = None, seed: int = 0
+    ) -> Checkpoint:
+        """A new drafter."""
+        ...
+
+    @classmethod
+    def required_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
+        """The config that a recipe requires of a checkpoint to start from."""
+        ...
+
+    def needs_target(self, objective: Any) -> bool:
+        """Whether the objective reads the target's features, or the data's tokens alone."""
+        ...
+
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
+        """Get ready for training: float32 weights that gradients reach."""
+        ...
+
+    def num_supervised(self, mask_n: np.ndarray) -> int:
+        """Supervised tokens of a sample with this loss mask."""
+        ...
+
+    def __call__(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, LossSums]:
+        """The loss of a batch."""
+        ...
+
+    def write(self, directory: Path, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
+        """Save a checkpoint with these weights into an existing directory."""
+        ...
+
+    # of nn.Module
+    def train(self, mode: bool = True) -> Any: ...
+    def parameters(self) -> Any: ...
+    def named_parameters(self) -> Any: ...
+    def state_dict(self) -> Any: ...
+
+
+class OneStepObjective(Checked):
+    """An objective without unrolled steps."""
+
+    what: ClassVar[str] = "train.objective key"
+
+    mask_outside_vocab: ClassVar[bool] = False
+
+    def steps_at(self, progress: float) -> int:
+        return 1
+
+    def weights(self, num_steps: int) -> list[float]:
+        return [1.0] * num_steps
+
+
+class UnrolledDrafter(nn.Module):
+    """A drafter whose loss is a sum over unrolled steps, each with its own rows.
+
+    objective: `loss` (a mix of terms), `mask_outside_vocab`, `weights(num_steps)`, and mostly `steps_at(progress)`.
+    label_offset: row p predicts token p + label_offset + k at step k.
+    """
 
     facts: ClassVar[MethodFacts]
     target: CausalLM
@@ -55,7 +129,6 @@ class TrainableDrafter(nn.Module):
         return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.label_offset)
 
     def needs_target(self, objective: Any) -> bool:
-        """Whether training by this objective needs the target's features, or the data's tokens alone."""
         return True
 
     @property
@@ -66,95 +139,105 @@ class TrainableDrafter(nn.Module):
     scale_draft_logits: losses.ScaleLogits | None = None  # what the drafter's own architecture does to its logits
 
     def auxiliary_loss(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
-        """What a method adds to the loss; nothing here. state_MD: the supervised states of the first step."""
+        """The loss with the terms that a method adds to it. state_MD: the supervised states of the first step."""
         return total
 
     # ---------------------------------------------------------------- the loss
 
-    def forward(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, Tensor]:
+    def num_supervised(self, mask_n: np.ndarray) -> int:
+        return len(unroll.supervised_tokens(np.array([len(mask_n)]), mask_n, self.label_offset))
+
+    def forward(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, LossSums]:
         """`loss`, under the name that data-parallel wrappers call."""
         return self.loss(batch, progress, seed)
 
-    def loss(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of all supervised rows and steps, weighed by step; [K, 7] sums per step, for metrics.
+    def loss(self, batch: Batch, progress: float = 1.0, seed: int | str = 0) -> tuple[Tensor, LossSums]:
+        """The sum of the losses of all supervised rows and steps, weighted by step, and the sums for metrics.
 
-        progress: how much of the run is behind, 0 to 1; seed: of what is random, if anything is.
+        progress: the share of the run that is done, 0 to 1; seed: of random choices, if there are any.
         """
         num_steps = self.num_steps(progress)
         plan = self.plan(batch, num_steps, seed)
-        if not len(plan.labelled):  # nothing to learn from; other processes wait for gradients all the same
-            nothing = sum(
-                (p.sum() * 0.0 for p in self.parameters() if p.requires_grad), torch.zeros((), device=self.target.device)
-            )
-            return nothing, torch.zeros(num_steps, 7, device=self.target.device)
+        if not len(plan.labelled):  # no supervised token; other processes wait for gradients all the same
+            zero = torch.zeros((), device=self.target.device)
+            zero = sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), zero)
+            return zero, LossSums.zeros(num_steps, self.target.device)
         states = self.unrolled(batch, plan, seed)
         supervised = [
             state[self._index(step.supervised)] if len(step.supervised) < len(state) else state
             for state, step in zip(states, plan.steps, strict=True)
         ]
-        teacher, weights, heads = self.teacher(batch, plan), self.objective.weights(num_steps), self.heads()
-        # one output layer for all steps shares the target's law between them; else each step makes it anew
+        labelled = [step.labelled for step in plan.steps]
+        teacher = self.teacher(batch, plan)
+        weights = self.objective.weights(num_steps)
+        heads = self.heads()
+        # one output layer for all steps shares the target's distribution between them; else each step computes it anew
         groups = [slice(0, num_steps)] if len(heads) == 1 else [slice(k, k + 1) for k in range(num_steps)]
         total = torch.zeros((), device=self.target.device)
-        sums: list[Tensor] = []
+        sums: list[RowSums] = []
         hits: list[Tensor] = []
-        for own, given in zip(groups, heads, strict=False):
-            head = teacher.weight_VD if given is None else given
-            assert head is not None
-            labelled = [step.labelled for step in plan.steps[own]]
-            part, of_steps, hit = losses.distill(
-                supervised[own], labelled, head, teacher, weights[own], self.objective.loss, self.scale_draft_logits
-            )
-            total, sums, hits = total + part, [*sums, of_steps], [*hits, *hit]
-        return self.auxiliary_loss(total, supervised[0], teacher, plan), torch.cat(
-            [torch.cat(sums), self._chains(hits, plan)], 1
-        )
+        for steps, head in zip(groups, heads, strict=False):
+            weight_VD = teacher.weight_VD if head is None else head
+            assert weight_VD is not None
+            loss, group_sums, group_hits = losses.distill(
+                supervised[steps], labelled[steps], weight_VD, teacher, weights[steps], self.objective.loss,
+                self.scale_draft_logits,
+            )  # fmt: skip
+            total = total + loss
+            sums.append(group_sums)
+            hits += group_hits
+        total = self.auxiliary_loss(total, supervised[0], teacher, plan)
+        row_sums = RowSums(*(torch.cat(of_groups) for of_groups in zip(*sums, strict=True)))
+        return total, LossSums(*row_sums, *self._chain_sums(hits, plan))
 
     @torch.no_grad()
     def teacher(self, batch: Batch, plan: unroll.Plan) -> Teacher:
-        """The target's law on the labelled positions; of a batch without hidden states, the data's tokens alone."""
+        """The target on the labelled positions; of a batch without hidden states, the data's tokens alone."""
         place = self._index(plan.labelled)
-        token = batch.token_N[place + 1]
-        label = token if batch.argmax_N is None else batch.argmax_N[place]
-        if (ids := self.vocab_ids) is not None:
+        token_Q = batch.token_N[place + 1]
+        label_Q = token_Q if batch.argmax_N is None else batch.argmax_N[place]
+        ids = self.vocab_ids
+        if ids is not None:
             if "draft_index" not in self.shared:
                 index = torch.full((self.target.vocab_size,), -1, dtype=torch.int64, device=self.target.device)
                 index[ids] = torch.arange(len(ids), device=self.target.device)
                 self.shared["draft_index"] = index
-            label, token = self.shared["draft_index"][label], self.shared["draft_index"][token]
-        count_Q = torch.ones(len(label), device=label.device)
+            label_Q = self.shared["draft_index"][label_Q]
+            token_Q = self.shared["draft_index"][token_Q]
+        weight_Q = torch.ones(len(label_Q), device=label_Q.device)
         if batch.weight_B is not None:
-            count_Q = self._index(batch.weight_B.repeat(batch.length_B))[place].float()
+            weight_Q = self._index(batch.weight_B.repeat(batch.length_B))[place].float()
         if self.objective.mask_outside_vocab:
-            count_Q = count_Q * (label >= 0)
+            weight_Q = weight_Q * (label_Q >= 0)
+        scale_logits = self.target.scale_logits
         if batch.hidden_NTD is None or batch.logsumexp_N is None:
-            return Teacher(None, None, None, self.target.scale_logits, None, label, token, count_Q)
+            return Teacher(None, None, None, scale_logits, None, label_Q, token_Q, weight_Q)
         last = batch.hidden([self.target.num_layers])[:, 0][place]
         with torch.autocast(last.device.type, enabled=False):
             state_QD = self.target.final_norm(last.to(self.target.dtype))
         if "head" not in self.shared:
-            weight, bias = self.target.head_rows(ids)
-            self.shared["head"] = weight.clone() if ids is not None else weight, bias
+            weight_VD, bias_V = self.target.head_rows(ids)
+            self.shared["head"] = weight_VD.clone() if ids is not None else weight_VD, bias_V
         weight_VD, bias_V = self.shared["head"]
-        return Teacher(state_QD, weight_VD, bias_V, self.target.scale_logits, batch.logsumexp_N[place], label, token, count_Q)
+        return Teacher(state_QD, weight_VD, bias_V, scale_logits, batch.logsumexp_N[place], label_Q, token_Q, weight_Q)
 
-    def _chains(self, hits: list[Tensor], plan: unroll.Plan) -> Tensor:
-        """[K, 3] per step: rows whose tokens were all hits up to here, rows whose earlier ones were, and rows with all
-        steps."""
-        counts = []
-        whole: Any = None
-        joint: Any = None
-        for hit, step in zip(hits, plan.steps, strict=True):
-            if whole is None:
-                reached, whole = torch.ones_like(hit), np.ones(len(hit), dtype=bool)
-            else:
-                before = step.prev_match.clip(0)
-                whole = (step.prev_match >= 0) & whole[before] if len(whole) else np.zeros(len(hit), dtype=bool)
-                reached = joint[self._index(before)] & self._index(whole) if len(joint) else torch.zeros_like(hit)
+    def _chain_sums(self, hits: list[Tensor], plan: unroll.Plan) -> tuple[Tensor, Tensor, Tensor]:
+        """[K] each: joint hits, rows reached, and chains, as in `LossSums`. A row's chain ends where a step does not supervise
+        it."""
+        in_chain = np.ones(len(hits[0]), dtype=bool)  # of each supervised row: at this step and at all before
+        reached = torch.ones_like(hits[0])
+        joint = hits[0]
+        counts = [torch.stack([joint.sum(), reached.sum(), torch.full_like(joint.sum(), int(in_chain.sum()))])]
+        for hit, step in zip(hits[1:], plan.steps[1:], strict=True):
+            prev = step.prev_match.clip(0)
+            in_chain = (step.prev_match >= 0) & in_chain[prev] if len(in_chain) else np.zeros(len(hit), dtype=bool)
+            reached = joint[self._index(prev)] & self._index(in_chain) if len(joint) else torch.zeros_like(hit)
             joint = hit & reached
-            counts.append(torch.stack([joint.sum(), reached.sum(), torch.full_like(joint.sum(), int(whole.sum()))]))
-        return torch.stack(counts).float()
+            counts.append(torch.stack([joint.sum(), reached.sum(), torch.full_like(joint.sum(), int(in_chain.sum()))]))
+        joint_K, reached_K, chains_K = torch.stack(counts, 1).float()
+        return joint_K, reached_K, chains_K
 
     def _index(self, values: np.ndarray | None) -> Tensor:
+        """A numpy array on the target's device."""
         assert values is not None
         return torch.from_numpy(values).to(self.target.device, non_blocking=True)

@@ -42,8 +42,8 @@ def check_logger(logger: dict[str, Any]) -> None:
 
 
 class Metrics:
-    """metrics.jsonl of a training run, and the same numbers in W&B when asked for. JsonlFile that a resumed run makes again replace
-    the old ones."""
+    """metrics.jsonl of a training run, and the same numbers in W&B if the logger says so. Rows that a resumed run writes again
+    replace the old ones."""
 
     def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
         self.rows = JsonlFile(out_dir / "metrics.jsonl")

@@ -94,7 +94,7 @@ def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool =
             raise ValueError(f"resume=true, but {key} was {was!r} and is {now!r}; use the same settings or another out_dir=")
     else:
         write_json(marker, identity)
-    script.keeps(out_dir, resumes)
+    script.has_results(out_dir, resumes)
 
 
 def run_identity(

@@ -4,10 +4,10 @@ A *step* is one target forward of a request after prefill. Names follow decoding
 vLLM's formula (bonus token counted, steps without a draft not counted); `tokens_per_step` counts every step and is the one
 that predicts speed.
 
-Its value is vLLM's but for a request's last steps. vLLM drafts K tokens there too, and counts those that are accepted beyond
-`max_tokens` or a stop. Here a draft is no longer than what may still be emitted, less the bonus token, and what lies beyond a
-stop is neither emitted nor counted as accepted. So where n tokens of the answer are still to come, and `max_tokens` would allow
-m, a step that vLLM counts as (drafted, accepted) is (d, a) here: d = min(drafted, m - 1), a = min(accepted, d, n).
+The two differ from vLLM's in a request's last steps only. vLLM drafts K tokens there too, and counts tokens that are accepted
+beyond `max_tokens` or a stop. Here a draft is no longer than what may still be emitted, less the bonus token, and tokens beyond
+a stop are neither emitted nor counted as accepted. So where n tokens of the answer are still to come, and `max_tokens` would
+allow m, a step that vLLM counts as (drafted, accepted) is (d, a) here: d = min(drafted, m - 1), a = min(accepted, d, n).
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from specdec.params import PLAIN
 def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
     """Every acceptance number that follows from a histogram [draft length, accepted] and the emitted tokens.
 
-    `acceptance_rate_per_position[i]` is unconditional: of all drafts, how many had token i accepted;
-    `conditional_acceptance_per_position[i]`: of the drafts that hold a token i and had the i before it accepted.
-    A rate without any count behind it is None.
+    `acceptance_rate_per_position[i]` is unconditional: the share of all drafts whose token i was accepted;
+    `conditional_acceptance_per_position[i]`: the share of the drafts that have a token i and had the i before it accepted.
+    A rate of nothing is None.
     """
-    drafts = histogram[1:]
-    num_steps, num_drafts = int(histogram.sum()), int(drafts.sum())
+    drafts = histogram[1:]  # row 0 is of steps without a draft
+    num_steps = int(histogram.sum())
+    num_drafts = int(drafts.sum())
     lengths = np.arange(histogram.shape[0])
     num_draft_tokens = int((histogram.sum(1) * lengths).sum())
     num_accepted = int((histogram.sum(0) * lengths).sum())
-    accepted_at = [int(drafts[:, i + 1 :].sum()) for i in range(len(lengths) - 1)]
-    reached_at = [int(histogram[i + 1 :, i:].sum()) for i in range(len(lengths) - 1)]
+    num_accepted_K = [int(drafts[:, i + 1 :].sum()) for i in range(len(lengths) - 1)]
+    num_reached_K = [int(histogram[i + 1 :, i:].sum()) for i in range(len(lengths) - 1)]
     return {
         "num_steps": num_steps,
         "num_drafts": num_drafts,
@@ -45,20 +46,20 @@ def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any
         "mean_acceptance_length": 1 + num_accepted / num_drafts if num_drafts else 1.0,
         "tokens_per_step": num_emitted / num_steps if num_steps else None,
         "draft_acceptance_rate": num_accepted / num_draft_tokens if num_draft_tokens else None,
-        "acceptance_rate_per_position": [count / num_drafts for count in accepted_at] if num_drafts else [],
+        "acceptance_rate_per_position": [count / num_drafts for count in num_accepted_K] if num_drafts else [],
         "conditional_acceptance_per_position": [
-            count / reached if reached else None for count, reached in zip(accepted_at, reached_at, strict=True)
+            count / reached if reached else None for count, reached in zip(num_accepted_K, num_reached_K, strict=True)
         ],
-        "num_accepted_per_position": accepted_at,
-        "num_reached_per_position": reached_at,
+        "num_accepted_per_position": num_accepted_K,
+        "num_reached_per_position": num_reached_K,
         "acceptance_histogram": histogram.tolist(),
     }
 
 
 @dataclass
 class SpecDecodeMetrics:
-    """The per-request numbers of vLLM's `spec_decode_metrics`, under its names: steps without a draft are not counted. The last
-    steps are counted as the module's docstring says."""
+    """The per-request numbers of vLLM's `spec_decode_metrics`, under its names: steps without a draft are not counted. How the
+    last steps differ: see the module's docstring."""
 
     num_spec_tokens: int
     num_spec_steps: int
@@ -89,7 +90,7 @@ class SpecDecodeMetrics:
 
 @dataclass
 class Metric:
-    """One number, with the name and the labels that vLLM's `LLM.get_metrics` has for it; a subclass says what it is."""
+    """The name and the labels of a number of vLLM's `LLM.get_metrics`; subclasses have its value."""
 
     name: str
     labels: dict[str, str]
@@ -110,12 +111,13 @@ class Vector(Metric):
 
 
 class Totals:
-    """Sums over finished requests under the names of vLLM's counters, for what there is of them here."""
+    """Sums over finished requests, under the names of those vLLM counters that apply here."""
 
     def __init__(self, model_name: str, num_speculative_tokens: int) -> None:
         self.labels = {"model_name": model_name, "engine": "0"}
         self.num_speculative_tokens = num_speculative_tokens
-        self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
         self.num_finished = {"stop": 0, "length": 0}
         self.histogram = np.zeros((num_speculative_tokens + 1, num_speculative_tokens + 1), dtype=np.int64)
 
@@ -127,19 +129,19 @@ class Totals:
         self.histogram += request.stats.histogram(len(self.histogram))
 
     def metrics(self) -> list[Metric]:
-        found: list[Metric] = [
+        metrics: list[Metric] = [
             Counter("vllm:prompt_tokens", dict(self.labels), self.num_prompt_tokens),
             Counter("vllm:generation_tokens", dict(self.labels), self.num_output_tokens),
         ]
         for reason, count in self.num_finished.items():
-            found.append(Counter("vllm:request_success", {**self.labels, "finished_reason": reason}, count))
+            metrics.append(Counter("vllm:request_success", {**self.labels, "finished_reason": reason}, count))
         if self.num_speculative_tokens:
             derived = acceptance_metrics(self.histogram, 0)
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-                found.append(Counter(f"vllm:spec_decode_{name}", dict(self.labels), derived[name]))
+                metrics.append(Counter(f"vllm:spec_decode_{name}", dict(self.labels), derived[name]))
             per_position = derived["num_accepted_per_position"]
-            found.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(self.labels), per_position))
-        return found
+            metrics.append(Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(self.labels), per_position))
+        return metrics
 
 
 def request_metrics(stats: RequestStats) -> dict[str, Any]:
@@ -161,19 +163,21 @@ def pool(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
 
 
 def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
-    """Of a composed method: the numbers of each part over the steps whose draft it made, in the order of first appearance, and
-    under `none` those of the steps in which nobody drafted. `output_share`: of all emitted tokens. Empty if not composed."""
-    own: dict[str, RequestStats] = {}
+    """The numbers of each component of a composed method over the steps that it drafted, in the order of first appearance;
+    under PLAIN those of steps without a draft. `output_share`: of all emitted tokens. Empty if not composed."""
+    components: dict[str, RequestStats] = {}
     for stats in all_stats:
-        for step in zip(stats.proposer, stats.drafted, stats.accepted, stats.emitted, strict=bool(stats.proposer)):
-            part = own.setdefault(step[0] or PLAIN, RequestStats())
-            for numbers, value in zip((part.drafted, part.accepted, part.emitted), step[1:], strict=True):
-                numbers.append(value)
-    total = sum(sum(part.emitted) for part in own.values())
+        steps = zip(stats.proposer, stats.drafted, stats.accepted, stats.emitted, strict=bool(stats.proposer))
+        for name, drafted, accepted, emitted in steps:
+            component = components.setdefault(name or PLAIN, RequestStats())
+            component.drafted.append(drafted)
+            component.accepted.append(accepted)
+            component.emitted.append(emitted)
+    total = sum(sum(component.emitted) for component in components.values())
     return {
-        name: acceptance_metrics(part.histogram(), sum(part.emitted))
-        | {"output_share": sum(part.emitted) / total if total else None}
-        for name, part in own.items()
+        name: acceptance_metrics(component.histogram(), sum(component.emitted))
+        | {"output_share": sum(component.emitted) / total if total else None}
+        for name, component in components.items()
     }
 
 
@@ -189,12 +193,12 @@ def mean_over_requests(all_stats: Sequence[RequestStats], key: str, seed: int = 
 
 
 def row_share_seconds(all_stats: Sequence[RequestStats], key: str) -> float:
-    """Seconds of `draft_s`, `verify_s` or `cpu_s` that the requests account for: a step's time is divided among its rows."""
+    """The requests' share of `draft_s`, `verify_s` or `cpu_s`: a step's time is divided among its rows."""
     return sum(_row_share(s, getattr(s, key)) for s in all_stats)
 
 
 def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
-    """Tokens emitted by steps over the time of those steps, each step's time divided among its rows (prefill apart)."""
+    """Tokens emitted by steps over the time of those steps, each step's time divided among its rows (prefill not counted)."""
     seconds = row_share_seconds(all_stats, "draft_s") + row_share_seconds(all_stats, "verify_s")
     return sum(sum(s.emitted) for s in all_stats) / seconds if seconds > 0 else None
 
@@ -202,43 +206,50 @@ def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
 def survival(
     all_stats: Sequence[RequestStats], budgets: Sequence[int], num_speculative_tokens: int
 ) -> tuple[list[float], list[float], int]:
-    """Of steps whose draft nothing cut short: P(the step has i draft tokens and all stand), P(it has i draft tokens), for
-    i = 1 .. K, and how many such steps there are.
+    """Of steps whose draft nothing cut short: P(the step has i draft tokens and all are accepted), P(it has i draft tokens),
+    for i = 1 .. K, and the number of such steps.
 
-    budgets: most tokens that each request could emit; a draft that its end cut, or of which a part was not verified, is left
-    out. A step in which the drafter found nothing to offer counts, with no tokens.
+    A step whose drafter found no draft counts, with 0 tokens. Steps whose draft the request's end or a policy cut are left out.
+
+    all_stats: of the requests.
+    budgets: tokens that each request may emit.
+    num_speculative_tokens: K.
     """
-    drafted, accepted = [], []
+    drafted_N: list[int] = []
+    accepted_N: list[int] = []
     for stats, budget in zip(all_stats, budgets, strict=True):
         left = budget - 1
-        for made, stood, emitted, trimmed in zip(stats.drafted, stats.accepted, stats.emitted, stats.trimmed, strict=True):
-            # a token beyond a stop is not counted as accepted, which says nothing of the drafter
-            stopped = emitted <= stood
-            if left - 1 >= num_speculative_tokens and not trimmed and not stopped:
-                drafted.append(made)
-                accepted.append(stood)
+        steps = zip(stats.drafted, stats.accepted, stats.emitted, stats.trimmed, strict=True)
+        for drafted, accepted, emitted, pruned in steps:
+            # a token beyond a stop is not counted as accepted, which does not mean that the drafter was wrong
+            stopped = emitted <= accepted
+            if left - 1 >= num_speculative_tokens and not pruned and not stopped:
+                drafted_N.append(drafted)
+                accepted_N.append(accepted)
             left -= emitted
-    places = np.arange(1, num_speculative_tokens + 1)
-    if not drafted:
+    if not drafted_N:
         return [], [], 0
-    stood_K = (np.array(accepted)[:, None] >= places).mean(0)
-    reach_K = (np.array(drafted)[:, None] >= places).mean(0)
-    return stood_K.tolist(), reach_K.tolist(), len(drafted)
+    position_K = np.arange(1, num_speculative_tokens + 1)
+    survival_K = (np.array(accepted_N)[:, None] >= position_K).mean(0)
+    draft_share_K = (np.array(drafted_N)[:, None] >= position_K).mean(0)
+    return survival_K.tolist(), draft_share_K.tolist(), len(drafted_N)
 
 
 def expected_tokens(survival: Sequence[float]) -> float:
-    """E[tokens of a step] = 1 + sum of P(the first i draft tokens all stand)."""
+    """E[tokens of a step] = 1 + sum of P(the first i draft tokens are all accepted)."""
     return 1 + float(sum(survival))
 
 
 def ideal_speedup(
     survival: Sequence[float], verify_cost: float = 1.0, draft_cost: float = 0.0, other_cost: float = 0.0
 ) -> float:
-    """Speedup over plain decoding that a cost model predicts: E / (v(K+1) + K c + o).
+    """Speedup over plain decoding that a cost model predicts: E / (v(K+1) + K c + o). Leviathan et al. 2211.17192 has v = 1
+    and o = 0.
 
-    survival: unconditional acceptance per position; verify_cost: v, a forward of K + 1 tokens in units of one of 1 token;
-    draft_cost: c, one drafted token in the same unit; other_cost: everything else of a step. Leviathan et al. 2211.17192
-    has v = 1 and o = 0.
+    survival: unconditional acceptance per position.
+    verify_cost: v, a forward of K + 1 tokens in units of one of 1 token.
+    draft_cost: c, one drafted token in the same unit.
+    other_cost: o, everything else of a step.
     """
     return expected_tokens(survival) / (verify_cost + len(survival) * draft_cost + other_cost)
 
@@ -250,7 +261,7 @@ def best_length(acceptance: float, draft_cost: float, limit: int = 64) -> int:
 
 
 def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[int], float], step_s: float) -> float | None:
-    """The cost model on what was drafted: tokens per step over the mean of (v(drafted + 1) + draft time).
+    """The cost model applied to the drafts of a run: tokens per step over the mean of (v(drafted + 1) + draft time).
 
     verify_cost: v(n), measured in this run; step_s: seconds of a plain step (v = 1) at the same batch size. None: no steps.
     """
@@ -268,8 +279,11 @@ def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[
 
 @dataclass
 class RequestTiming:
-    """A finished request of a run under load, in seconds from its start. arrival_s: when the request was due; added_s: when the
-    engine was given it, which is later if it was in the middle of a step. Everything is measured from arrival_s."""
+    """A finished request of a run under load; all latencies are measured from arrival_s.
+
+    arrival_s: when the request was due, in seconds from the start of the run.
+    added_s: when it was added to the engine, which is later if a step was running.
+    """
 
     arrival_s: float
     added_s: float
@@ -293,7 +307,7 @@ class RequestTiming:
 
     @property
     def time_to_first_token(self) -> float:
-        """Waiting for a step's end, for a row, and the prefill."""
+        """Waiting for the end of a step, waiting for a row, and prefill."""
         return self.first_token_s - self.arrival_s
 
     @property
@@ -302,12 +316,12 @@ class RequestTiming:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Of the tokens after the first; None if there are none."""
+        """Seconds per token after the first; None if there are none."""
         emitted = sum(self.stats.emitted)
         return self.stats.decode_s / emitted if emitted else None
 
     def tokens_between(self, begin_s: float, end_s: float) -> int:
-        """Output tokens that came in [begin_s, end_s)."""
+        """Output tokens in [begin_s, end_s)."""
         at = self.first_token_s + np.concatenate([[0.0], np.cumsum(self.stats.wall_s)])
         count = np.array([1, *self.stats.emitted])
         return int(count[(at >= begin_s) & (at < end_s)].sum())
@@ -328,7 +342,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def batch_size_share(all_stats: Sequence[RequestStats]) -> dict[int, float]:
-    """Share of steps by their rows. A step of n rows stands in the lists of n requests, and counts 1/n in each."""
+    """Share of steps by their rows. A step of n rows is in the lists of n requests, and counts 1/n in each."""
     steps: dict[int, float] = {}
     for stats in all_stats:
         for rows in stats.batch_size:
@@ -338,74 +352,83 @@ def batch_size_share(all_stats: Sequence[RequestStats]) -> dict[int, float]:
 
 
 def wasted_share(all_stats: Sequence[RequestStats]) -> float | None:
-    """Of the tokens that were drafted, verified or not, how many came to nothing. None if none was drafted."""
-    made = sum(sum(s.drafted) + sum(s.trimmed) for s in all_stats)
-    return 1 - sum(sum(s.accepted) for s in all_stats) / made if made else None
+    """Share of the drafted tokens, verified or pruned, that were not accepted. None if none was drafted."""
+    drafted = sum(sum(s.drafted) + sum(s.trimmed) for s in all_stats)
+    return 1 - sum(sum(s.accepted) for s in all_stats) / drafted if drafted else None
 
 
-def serving_metrics(served: Sequence[RequestTiming], begin_s: float = 0.0, end_s: float | None = None) -> dict[str, Any]:
-    """Numbers of the requests that arrived in [begin_s, end_s), and what came out of the engine in that time, of whichever
-    request. end_s None: up to the last token.
+def serving_metrics(timings: Sequence[RequestTiming], begin_s: float = 0.0, end_s: float | None = None) -> dict[str, Any]:
+    """Latencies of the requests that arrived in [begin_s, end_s), and the throughput of all requests in that time.
 
-    inter_token_s has the gaps between the tokens of a request as they come: in pieces, one per step (as vLLM's ITL);
-    time_per_output_token_s is per request, over its tokens (TPOT).
+    inter_token_s has the gaps between the tokens of a request as they are emitted: several at once, one gap per step (vLLM's
+    ITL); time_per_output_token_s is per request, over its tokens (TPOT).
+
+    timings: of all finished requests.
+    begin_s, end_s: seconds from the start of the run; None: up to the last token.
     """
-    last = max((one.finished_s for one in served), default=begin_s)
-    until = last if end_s is None else end_s
-    own = [one for one in served if begin_s <= one.arrival_s and (end_s is None or one.arrival_s < end_s)]
-    seconds = until - begin_s
+    last_token_s = max((timing.finished_s for timing in timings), default=begin_s)
+    until_s = last_token_s if end_s is None else end_s
+    seconds = until_s - begin_s
     # the last token of all belongs to the time that it ends
-    inside = np.nextafter(until, np.inf) if end_s is None else until
-    tokens = sum(one.tokens_between(begin_s, inside) for one in served)
-    finished = sum(begin_s <= one.finished_s < inside for one in served)
-    own_stats = [one.stats for one in own]
-    came = max((one.arrival_s for one in own), default=begin_s) - begin_s if end_s is None else seconds
-    share = batch_size_share(own_stats)
+    exclusive_end_s = np.nextafter(until_s, np.inf) if end_s is None else until_s
+    num_tokens = sum(timing.tokens_between(begin_s, exclusive_end_s) for timing in timings)
+    num_finished = sum(begin_s <= timing.finished_s < exclusive_end_s for timing in timings)
+    arrived = [timing for timing in timings if begin_s <= timing.arrival_s and (end_s is None or timing.arrival_s < end_s)]
+    arrived_stats = [timing.stats for timing in arrived]
+    last_arrival_s = max((timing.arrival_s for timing in arrived), default=begin_s)
+    offered_s = last_arrival_s - begin_s if end_s is None else seconds
+    share = batch_size_share(arrived_stats)
     return {
         "begin_s": begin_s,
-        "end_s": until,
-        "offered_requests_per_s": len(own) / came if came > 0 else None,
-        "requests_per_s": finished / seconds if seconds > 0 else None,
-        "output_tokens_per_s": tokens / seconds if seconds > 0 else None,
-        "time_to_first_token_s": percentiles([one.time_to_first_token for one in own]),
-        "inter_token_s": percentiles([gap for stats in own_stats for gap in stats.wall_s]),
-        "time_per_output_token_s": percentiles([t for one in own if (t := one.time_per_output_token) is not None]),
-        "end_to_end_s": percentiles([one.end_to_end for one in own]),
-        "waiting_s": percentiles([one.admitted_s - one.arrival_s for one in own]),
+        "end_s": until_s,
+        "offered_requests_per_s": len(arrived) / offered_s if offered_s > 0 else None,
+        "requests_per_s": num_finished / seconds if seconds > 0 else None,
+        "output_tokens_per_s": num_tokens / seconds if seconds > 0 else None,
+        "time_to_first_token_s": percentiles([timing.time_to_first_token for timing in arrived]),
+        "inter_token_s": percentiles([gap for stats in arrived_stats for gap in stats.wall_s]),
+        "time_per_output_token_s": percentiles([t for timing in arrived if (t := timing.time_per_output_token) is not None]),
+        "end_to_end_s": percentiles([timing.end_to_end for timing in arrived]),
+        "waiting_s": percentiles([timing.admitted_s - timing.arrival_s for timing in arrived]),
         "batch_size_share": share,
         "mean_batch_size": sum(rows * part for rows, part in share.items()) if share else None,
-        "wasted_share": wasted_share(own_stats),
-        **pool(own_stats),
+        "wasted_share": wasted_share(arrived_stats),
+        **pool(arrived_stats),
     }
 
 
-def by_phase(served: Sequence[RequestTiming], phases: Sequence[tuple[float, float]], cut: bool) -> dict[str, dict[str, Any]]:
-    """`serving_metrics` for each of the (seconds, requests per second). cut: the requests ended before the phases did, so the last
-    phase ends with the last token, and those after it never were; else a phase lasts although nobody comes any more."""
-    last = max((one.finished_s for one in served), default=0.0)
-    found, begin_s = {}, 0.0
+def by_phase(timings: Sequence[RequestTiming], phases: Sequence[tuple[float, float]], cut: bool) -> dict[str, dict[str, Any]]:
+    """`serving_metrics` of each phase of the request rate, by its name.
+
+    timings: of all finished requests.
+    phases: (seconds, requests per second) of each phase.
+    cut: requests stopped arriving before the phases ended, so the last phase ends with the last token and later ones are left
+        out; else a phase has its full length although no request arrives.
+    """
+    last_token_s = max((timing.finished_s for timing in timings), default=0.0)
+    metrics: dict[str, dict[str, Any]] = {}
+    begin_s = 0.0
     for seconds, rate in phases:
         end_s = begin_s + seconds
-        if cut and begin_s >= last:
+        if cut and begin_s >= last_token_s:
             break
-        ends = cut and last < end_s
-        own = serving_metrics(served, begin_s, None if ends else end_s)
-        found[f"{begin_s:g} to {round(last, 3) if ends else end_s:g} s at {rate:g}/s"] = own
+        ends_early = cut and last_token_s < end_s
+        end_text = f"{round(last_token_s, 3) if ends_early else end_s:g}"
+        metrics[f"{begin_s:g} to {end_text} s at {rate:g}/s"] = serving_metrics(timings, begin_s, None if ends_early else end_s)
         begin_s = end_s
-    return found
+    return metrics
 
 
 # ---------------------------------------------------------------- comparing times
 
 
-MIN_REQUESTS = 8  # an interval over fewer says nothing
-BUSY = 1.25  # a process whose wall time is beyond this many times its CPU time had to share the machine
+MIN_REQUESTS = 8  # an interval over fewer is meaningless
+BUSY_RATIO = 1.25  # a process with more wall time than this many times its CPU time shared the machine
 
 
-def ratio_of_sums(base: Sequence[float], own: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """sum(base) / sum(own) of paired numbers, such as seconds of the same requests, with a 95 % bootstrap interval over pairs
-    (2000 resamples, seeded)."""
-    return ratio_of_rates(np.ones(len(base)), base, np.ones(len(own)), own, seed)
+def ratio_of_sums(base_s: Sequence[float], seconds: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """sum(base_s) / sum(seconds) of paired numbers, such as seconds of the same requests, with a 95 % bootstrap interval over
+    pairs (2000 resamples, seeded)."""
+    return ratio_of_rates(np.ones(len(base_s)), base_s, np.ones(len(seconds)), seconds, seed)
 
 
 def ratio_of_rates(
@@ -415,33 +438,39 @@ def ratio_of_rates(
     seconds: Sequence[float] | np.ndarray,
     seed: int = 0,
 ) -> dict[str, float]:
-    """How many times as fast as the baseline: (sum amount / sum seconds) over the same of the baseline, with a 95 % bootstrap
-    interval over the entries, which are paired (2000 resamples, seeded).
+    """Speedup over the baseline: (sum amount / sum seconds) over the same of the baseline, with a 95 % bootstrap interval over
+    the entries, which are paired (2000 resamples, seeded).
 
-    base_amount, amount: [n] what was done, such as tokens, of each request; base_s, seconds: [n] the time it took.
+    base_amount: [n] work of each request, such as its tokens, of the baseline.
+    base_s: [n] seconds of each request, of the baseline.
+    amount, seconds: [n] the same of the method.
+    seed: of the resamples.
     """
     values = np.array([base_s, seconds, amount, base_amount], dtype=np.float64)
-    pick = np.random.default_rng(seed).integers(values.shape[1], size=(2000, values.shape[1]))
-    whole, resampled = values.sum(1), values[:, pick].sum(2)
+    indices = np.random.default_rng(seed).integers(values.shape[1], size=(2000, values.shape[1]))
+    total = values.sum(1)
+    resampled = values[:, indices].sum(2)
     with np.errstate(divide="ignore", invalid="ignore"):  # requests of a single token have no decoding time
         low, high = np.nanquantile(resampled[0] / resampled[1] * (resampled[2] / resampled[3]), [0.025, 0.975])
-    ratio = whole[0] / whole[1] * (whole[2] / whole[3])
+    ratio = total[0] / total[1] * (total[2] / total[3])
     return {"ratio": float(ratio), "low": float(low), "high": float(high)}
 
 
-def speedup(own: Sequence[RequestStats], base: Sequence[RequestStats]) -> dict[str, float | None] | None:
-    """Tokens per second of decoding (prefill apart) over those of the baseline, which had the same prompts in the same order.
+def speedup(all_stats: Sequence[RequestStats], base_stats: Sequence[RequestStats]) -> dict[str, float | None] | None:
+    """Tokens per second of decoding (prefill not counted) over those of the baseline, of the same prompts in the same order.
 
-    ratio: by wall time; low, high: its 95 % interval, None for fewer than MIN_REQUESTS; cpu_ratio: by CPU time. None in all
-    where there is no time to compare.
+    ratio: by wall time; low, high: its 95 % interval, None for fewer than MIN_REQUESTS; cpu_ratio: by CPU time. The result is
+    None if there is no time to compare.
     """
-    emitted = [[sum(s.emitted) for s in side] for side in (base, own)]
-    wall_s = [[_row_share(s, s.draft_s) + _row_share(s, s.verify_s) for s in side] for side in (base, own)]
-    cpu_s = [[_row_share(s, s.cpu_s) for s in side] for side in (base, own)]
+    sides = (base_stats, all_stats)
+    emitted = [[sum(s.emitted) for s in side] for side in sides]
+    wall_s = [[_row_share(s, s.draft_s) + _row_share(s, s.verify_s) for s in side] for side in sides]
+    cpu_s = [[_row_share(s, s.cpu_s) for s in side] for side in sides]
     if min(map(sum, wall_s), default=0.0) <= 0 or min(map(sum, cpu_s)) <= 0:
         return None
-    by_wall, by_cpu = (ratio_of_rates(emitted[0], seconds[0], emitted[1], seconds[1]) for seconds in (wall_s, cpu_s))
-    enough = len(own) >= MIN_REQUESTS
+    by_wall = ratio_of_rates(emitted[0], wall_s[0], emitted[1], wall_s[1])
+    by_cpu = ratio_of_rates(emitted[0], cpu_s[0], emitted[1], cpu_s[1])
+    enough = len(all_stats) >= MIN_REQUESTS
     return {
         "ratio": by_wall["ratio"],
         "low": by_wall["low"] if enough else None,
@@ -451,12 +480,12 @@ def speedup(own: Sequence[RequestStats], base: Sequence[RequestStats]) -> dict[s
 
 
 def _row_share(stats: RequestStats, seconds: Sequence[float]) -> float:
-    """What a request accounts for of its steps' seconds."""
+    """A request's share of the seconds of its steps, each divided among the rows of the step."""
     return sum(t / n for t, n in zip(seconds, stats.batch_size, strict=True))
 
 
 def engine_seconds(stats: RequestStats) -> float:
-    """Time of the engine that a request accounts for: its prefill, and its share of every step."""
+    """A request's share of the engine's time: its prefill, and its share of every step."""
     return stats.prefill_s + _row_share(stats, stats.draft_s) + _row_share(stats, stats.verify_s)
 
 
@@ -472,11 +501,12 @@ def wall_over_cpu(all_stats: Sequence[RequestStats]) -> float | None:
 
 
 def busy_reasons(speedups: Mapping[str, tuple[float | None, float | None]], shares: Mapping[str, float | None]) -> list[str]:
-    """Why measured times are not to be trusted, in words; empty if nothing speaks against them.
+    """Why measured times cannot be trusted, a phrase for each reason; empty if they can.
 
-    speedups: (measured, ideal) of each part of the work, where ideal has drafts and verification for nothing; 5 % above it may
-    come of batches that empty at different moments. shares: `wall_over_cpu` of each side that was timed. A side that waited
-    for the machine more than a quarter of its CPU time, or a quarter more than another side, says that others used it.
+    speedups: (measured, ideal) of each part of the work. In the ideal, drafts and verification are free; batches that empty at
+        different moments can lead to 5 % more.
+    shares: `wall_over_cpu` of each side that was timed. More than BUSY_RATIO, or BUSY_RATIO times that of another side, means
+        that other processes used the machine.
     """
     reasons = [
         f"speedup {measured:.2f} of {name} is above the ideal {ideal:.2f}"
@@ -484,7 +514,7 @@ def busy_reasons(speedups: Mapping[str, tuple[float | None, float | None]], shar
         if measured is not None and ideal is not None and measured > 1.05 * ideal
     ]
     known = {name: share for name, share in shares.items() if share is not None}
-    if known and (max(known.values()) > BUSY or max(known.values()) > BUSY * min(known.values())):
+    if known and (max(known.values()) > BUSY_RATIO or max(known.values()) > BUSY_RATIO * min(known.values())):
         reasons.append("wall / CPU time is " + ", ".join(f"{share:.2f} of {name}" for name, share in known.items()))
     return reasons
 
@@ -492,11 +522,13 @@ def busy_reasons(speedups: Mapping[str, tuple[float | None, float | None]], shar
 def fastest(
     seconds: Mapping[str, Sequence[float]], amounts: Mapping[str, Sequence[float]], plain: str, candidates: Sequence[str]
 ) -> tuple[str | None, list[str]]:
-    """Who is faster than plain decoding beyond the noise, and whom else the noise does not tell from it.
+    """The fastest run, if it is faster than plain decoding beyond the noise, and runs that the noise does not tell from it.
 
-    seconds, amounts: [n] time and work of each of the same n requests, by run; candidates: runs that may win.
+    seconds, amounts: [n] time and work of each of the same n requests, by run.
+    plain: the run without speculation.
+    candidates: runs that may be the fastest.
     Returns (the fastest candidate, or None if its 95 % interval over plain decoding reaches down to 1 or there are fewer than
-    MIN_REQUESTS requests; runs of which it is neither faster nor slower beyond the noise).
+    MIN_REQUESTS requests; runs whose 95 % interval against it includes 1).
     """
 
     def over(name: str, base: str) -> dict[str, float]:

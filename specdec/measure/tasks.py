@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec import script
+from specdec.chat.conversation import parse_tools, unused_note
 from specdec.checked import short_repr
 from specdec.core import Request
 from specdec.engine import Engine
 from specdec.files import parse_json
 from specdec.params import SamplingParams
 from specdec.prompts import derived_seed, render_chat
-from specdec.training.data import parse_tools, unused_note
 
 _FIELDS = {"turns", "id", "question_id", "category", "system", "tools"}
 DEMO = Path(__file__).parents[1] / "assets" / "demo.jsonl"

@@ -30,7 +30,7 @@ from specdec.core import Context, Draft, MethodFacts, Request, Serving, Stateles
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
-from specdec.drafter.trainable import TrainableDrafter
+from specdec.drafter.trainable import OneStepObjective, UnrolledDrafter
 from specdec.model.contract import decoder_of
 from specdec.model.distributed import SINGLE
 from specdec.model.kv import pack_ragged
@@ -85,24 +85,14 @@ class Init(Checked):
     train_embedding: bool = True
 
 
-class Objective(Checked):
-    """loss: weights of nll (the token that the target said) and of ce, kl, tv (its law), over the whole vocabulary. With nll
-    alone the target never runs."""
-
-    what: ClassVar[str] = "train.objective key"
+class Objective(OneStepObjective):
+    """loss: weights of nll (the likelihood of the data) and of ce, kl, tv (the target's distribution), over the whole
+    vocabulary. With nll alone the target never runs."""
 
     loss: losses.Terms = Field({"nll": 1.0})
 
-    mask_outside_vocab: ClassVar[bool] = False
 
-    def steps_at(self, progress: float) -> int:
-        return 1
-
-    def weights(self, num_steps: int) -> list[float]:
-        return [1.0]
-
-
-class DraftModel(StatelessProposer, TrainableDrafter):
+class DraftModel(StatelessProposer, UnrolledDrafter):
     """Settings as in vLLM.
 
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;

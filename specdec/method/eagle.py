@@ -25,6 +25,7 @@ from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter, Geometry, Layer
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import Teacher
+from specdec.drafter.trainable import OneStepObjective
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
@@ -37,23 +38,13 @@ class Architecture(Checked):
     geometry: Geometry = Geometry()
 
 
-class Objective(Checked):
+class Objective(OneStepObjective):
     """smooth_l1: weight of the regression onto the target's state; loss: weights of ce, kl, tv over the whole vocabulary;
     feature_noise: width of the uniform noise on input states, for a sequence of 512 tokens, and less for longer ones."""
-
-    what: ClassVar[str] = "train.objective key"
 
     smooth_l1: float = Field(1.0, ge=0)
     loss: losses.Terms = Field({"ce": 0.1})
     feature_noise: float = Field(0.2, ge=0)
-
-    mask_outside_vocab: ClassVar[bool] = False
-
-    def steps_at(self, progress: float) -> int:
-        return 1
-
-    def weights(self, num_steps: int) -> list[float]:
-        return [1.0] * num_steps
 
 
 class Eagle(AutoregressiveDrafter):
@@ -101,4 +92,4 @@ class Eagle(AutoregressiveDrafter):
         own = self._index(plan.steps[0].labelled)
         assert teacher.state_QD is not None
         gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[own].to(state_MD.dtype), reduction="none").mean(-1)
-        return total + self.objective.smooth_l1 * (gap_M * teacher.count_Q[own]).sum()
+        return total + self.objective.smooth_l1 * (gap_M * teacher.weight_Q[own]).sum()

@@ -18,8 +18,8 @@ from specdec.checked import nearest
 from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.model.target import CausalLM
 from specdec.training import features
-from specdec.training.data import Sample
 from specdec.training.features import Features
+from specdec.training.samples import Sample
 
 
 class ExtractHiddenStates(StatelessProposer):

@@ -169,7 +169,7 @@ class MLP(Drafter):
         state, states = self.first_state(batch.hidden(self.hidden_layers)[rows]), []
         for k, step in enumerate(plan.steps):
             if k and len(step.rows) < len(state):
-                state = state[self._index(step.kept)]
+                state = state[self._index(step.from_prev)]
             state = self.step(k, state, batch.token_N[self._index(step.rows + 1 + k)])
             states.append(state)
         return states

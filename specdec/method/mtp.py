@@ -307,8 +307,8 @@ class MTP(AutoregressiveDrafter):
         """A module for every token: each over all rows, since all are keys to those after them."""
         if len(self.mtp) == 1:
             return super().unrolled(batch, plan, seed, kernel)
-        every = np.arange(len(plan.first_A))
-        position_N, hidden, states = self._index(every - plan.first_A), self.fuse(batch.hidden(self.hidden_layers)), []
+        every = np.arange(len(plan.first_N))
+        position_N, hidden, states = self._index(every - plan.first_N), self.fuse(batch.hidden(self.hidden_layers)), []
         for k, step in enumerate(plan.steps):
             # a row whose token would be of the next document is looked at by nobody
             attention = unroll.UnrolledAttention(plan, kernel)

@@ -1,10 +1,10 @@
-"""Linear layers on a CPU: weights packed once, and rows that do not depend on their company.
+"""Linear layers on a CPU: weights packed once, and rows whose bits do not depend on the batch.
 
-torch's plain CPU path hands a weight to the BLAS as it lies and re-arranges it in every call; few rows then cost twice what
-the memory allows, and a row's last bits depend on how many rows stand beside it. oneDNN takes weights arranged once, ahead of
-time, the same way `torch.compile` freezes them. That halves a decoding step, flattens the cost of verifying a draft, and its
-sums run in the same order for every number of rows, so a request's numbers are the same bits alone and in any batch, with a
-draft and without (measured in LOG.md, 2026-11-29).
+torch's plain CPU path passes a weight to the BLAS in its usual layout, which rearranges it in every call; few rows then cost
+twice what the memory bandwidth allows, and a row's last bits depend on the number of rows. oneDNN takes weights that were
+rearranged once, as `torch.compile` does when it freezes them. That halves a decoding step and flattens the cost of verifying a
+draft, and its sums run in the same order for every number of rows, so a request's numbers are the same bits alone and in any
+batch, with a draft and without (measured in LOG.md, 2026-11-29).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS_HINT = 8  # the number of rows that oneDNN lays the weight out for; it serves every other number too
+ROWS_HINT = 8  # the number of rows that oneDNN optimises the layout for; it works for every other number
 
 
 class PackedLinear(nn.Module):
@@ -23,7 +23,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
@@ -32,7 +33,7 @@ class PackedLinear(nn.Module):
 
     @cached_property
     def weight(self) -> Tensor:
-        """[out, in] as nn.Linear has it: some models multiply by it themselves (routers of mixtures). Made when first read."""
+        """[out, in] as in nn.Linear, for models that multiply by it themselves (routers of mixtures). Made when first read."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,25 +53,26 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def min_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
-    """The fewest rows whose sums run in the order of many rows' sums: for long sums a single row takes another path.
+    """The fewest rows whose sums run in the order of many rows' sums: for long sums, oneDNN computes a single row differently.
 
-    Found by trying, on sums that are exactly 0: all that is left of them is rounding, which tells one order from another
-    even where bfloat16 results would hardly ever show it.
+    Tested on sums that are exactly 0: what remains of them is rounding, which distinguishes one order from another even where
+    other bfloat16 results would rarely differ.
     """
-    noise = torch.Generator().manual_seed(0)
-    half = torch.randn(min(out_features, 4096), (in_features + 1) // 2, generator=noise).to(dtype)
-    mirror = torch.randperm(2 * half.shape[1], generator=noise)[:in_features]
-    weight = torch.cat([half, -half], 1)[:, mirror].contiguous()
-    x = torch.randn(16, half.shape[1], generator=noise).to(dtype).repeat(1, 2)[:, mirror].contiguous()
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randn(min(out_features, 4096), (in_features + 1) // 2, generator=generator).to(dtype)
+    order = torch.randperm(2 * half.shape[1], generator=generator)[:in_features]
+    weight = torch.cat([half, -half], 1)[:, order].contiguous()
+    x = torch.randn(16, half.shape[1], generator=generator).to(dtype).repeat(1, 2)[:, order].contiguous()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
     many = _linear(x, packed, None).split(1)
     for n in (1, 2, 4):
         if all(map(torch.equal, [_linear(part, packed, None)[:1] for part in x.split(n)], many[::n])):
             return n
-    return 1  # no number of rows helps: take the fastest
+    return 1  # no number of rows has that order: take the fastest
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has packed linear layers for a dtype and a device."""
     supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     if dtype == torch.bfloat16:
         supported = supported and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -174,7 +174,7 @@ class CausalLM:
     def head_rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Weight [n, D] and bias [n] of the output layer, for these tokens or for all."""
         head = self.model.get_output_embeddings()
-        weight = tensor_parallel.whole_weight(head)
+        weight = tensor_parallel.full_weight(head)
         if token_ids is None:
             return weight.detach(), head.bias
         return weight.detach()[token_ids], None if head.bias is None else head.bias.detach()[token_ids]

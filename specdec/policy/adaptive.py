@@ -1,16 +1,16 @@
 """How much to draft and to verify, decided step by step: policies of the engine.
 
-`Scheduled` looks K up by the number of rows, as vLLM's dynamic speculative decoding does. `Adaptive` weighs what a token is
-worth against what it costs: worth is the probability that it and all before it stand, learned while decoding (`AcceptanceModel`);
-costs come from a table (`specdec.policy.cost_table`). With T(n) the seconds of a step that spends n draft tokens and r the tokens per
-second that the engine makes at this batch size, n tokens gain the sum of their survival probabilities less r T(n): the policy
-takes the n with the largest gain, which is the choice that makes the long-run rate best (Dinkelbach 1967; SpecDec++ 2405.19715
-and SmartSpec 2406.14066 have rules of this kind).
+`Scheduled` looks K up by the number of rows, as vLLM's dynamic speculative decoding does. `Adaptive` weighs the value of a
+draft token against its cost. Its value is its survival: the probability that it and all draft tokens before it are accepted,
+estimated online (`AcceptanceModel`). Costs come from a table (`specdec.policy.cost_table`). With T(n) the seconds of a step
+that spends n draft tokens and r the tokens per second that the engine makes at this batch size, n tokens gain the sum of their
+survivals less r T(n). The policy takes the n with the largest gain, which maximises the long-run rate (Dinkelbach 1967;
+SpecDec++ 2405.19715 and SmartSpec 2406.14066 have rules of this kind).
 
-What keeps this lossless: before drafting, decisions look at past steps only. After drafting they look at the evidence that a
-drafter gives, which for a drawn token is its law and not the token; and since the law at a later position was made after the
-token, a token of a drawn draft must be let in without looking past it. `causal_count` does that. Greedy drafts are functions of
-the text, and every decision about them is allowed.
+What keeps this lossless: before drafting, decisions depend on past steps only. After drafting they depend on the drafter's
+confidence, which for a sampled token is a function of its distribution and not of the token. The distribution at a later
+position was computed after the token was drawn, so a sampled token must be kept or cut without looking at later positions:
+`causal_count`. Greedy drafts are functions of the text, and every decision about them is allowed.
 """
 
 from __future__ import annotations
@@ -23,273 +23,308 @@ import numpy as np
 from specdec.core import Draft, FixedLengthPolicy, require_chain
 from specdec.policy.cost_table import CostTable
 
-AUTO_MOST = 8  # longest draft of num_speculative_tokens=auto, where the drafter knows no limit of its own
-FREE = 0.03  # of a plain step: drafts that take less time are not worth deciding about before they are there
-EXPLORE = 32  # a row of which no draft was judged for so many steps gets one token
-DECAY = 0.8  # per step, what a row remembers of its acceptance
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0
+AUTO_MAX_DRAFT = 8  # longest draft of num_speculative_tokens=auto, where the drafter has no limit of its own
+FREE_SHARE = 0.03  # of a plain step: drafting that takes less time is not decided about before the draft exists
+EXPLORE_STEPS = 32  # a row without a verified draft token for so many steps gets one token
+DECAY = 0.8  # per step, of a row's acceptance counts
+PRIOR_ACCEPTANCE = 0.6
+PRIOR_WEIGHT = 2.0
 RATE_DECAY = 0.99
 
 
 def check_schedule(table: Any) -> list[list[int]]:
     """`num_speculative_tokens_per_batch_size` in order. ValueError where vLLM has one."""
-    what = "num_speculative_tokens_per_batch_size"
+    key = "num_speculative_tokens_per_batch_size"
     if not isinstance(table, list) or not table:
-        raise ValueError(f"{what}={table!r} must be a list of [first batch size, last, K], such as [[1, 4, 5], [5, 32, 2]]")
+        raise ValueError(f"{key}={table!r} must be a list of [first batch size, last, K], such as [[1, 4, 5], [5, 32, 2]]")
     for entry in table:
         if not isinstance(entry, list | tuple) or len(entry) != 3 or any(type(x) is not int for x in entry):
-            raise ValueError(f"{what}: entry {entry!r} must be three whole numbers, [first batch size, last, K]")
+            raise ValueError(f"{key}: entry {entry!r} must be three whole numbers, [first batch size, last, K]")
         first, last, num_draft = entry
         if first < 1 or last < 1:
-            raise ValueError(f"{what}: entry {list(entry)} has a batch size below 1")
+            raise ValueError(f"{key}: entry {list(entry)} has a batch size below 1")
         if first > last:
-            raise ValueError(f"{what}: entry {list(entry)} begins after its end; swap {first} and {last}")
+            raise ValueError(f"{key}: entry {list(entry)} begins after its end; swap {first} and {last}")
         if num_draft < 0:
-            raise ValueError(f"{what}: entry {list(entry)} has K={num_draft}; 0 drafts nothing, and less is not possible")
+            raise ValueError(f"{key}: entry {list(entry)} has K={num_draft}; 0 drafts nothing, and less is not possible")
     ordered = sorted([list(entry) for entry in table])
     if ordered[0][0] != 1:
-        raise ValueError(f"{what}: the first batch size must be 1, and it is {ordered[0][0]}")
-    for before, after in itertools.pairwise(ordered):
-        if after[0] <= before[1]:
-            raise ValueError(f"{what}: entries {before} and {after} overlap; let the second begin at {before[1] + 1}")
+        raise ValueError(f"{key}: the first batch size must be 1, and it is {ordered[0][0]}")
+    for entry, following in itertools.pairwise(ordered):
+        if following[0] <= entry[1]:
+            raise ValueError(f"{key}: entries {entry} and {following} overlap; let the second begin at {entry[1] + 1}")
     return ordered
 
 
 class Scheduled(FixedLengthPolicy):
-    """K by the number of rows in the step; gaps and what comes after the table's end have the K before them."""
+    """K by the number of rows in the step; batch sizes in a gap or beyond the table have the K of the entry before."""
 
     def __init__(self, table: list[list[int]], num_speculative_tokens: int):
         self.first = np.array([entry[0] for entry in table])
         self.num_draft = np.minimum([entry[2] for entry in table], num_speculative_tokens)
 
-    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
-        return np.minimum(most_B, self.num_draft[np.searchsorted(self.first, len(rows), side="right") - 1])
+    def draft_lengths(self, rows: np.ndarray, max_draft_B: np.ndarray) -> np.ndarray:
+        return np.minimum(max_draft_B, self.num_draft[np.searchsorted(self.first, len(rows), side="right") - 1])
 
 
 class AcceptanceModel:
-    """P(token k of a draft stands | those before it do): a logistic regression, fitted again while decoding.
+    """P(token k of a draft is accepted | those before it are): a logistic regression, fitted again while decoding.
 
-    Features: how the row fared of late (log-odds), the evidence of the drafter, and an offset for each position. Offsets of
-    neighbouring positions are drawn together, so that one which was never seen is like the last that was. Remembered are the
-    last WINDOW judged tokens; the fit is Newton's method with a weak pull to where it began.
+    Features: the row's recent acceptance (log-odds), the drafter's confidence, and an offset for each position. Neighbouring
+    offsets are pulled together, so that a position without data has the offset of the last one with data. The model keeps the
+    last WINDOW verified tokens; the fit is Newton's method with a ridge towards the initial weights.
     """
 
-    WINDOW, EVERY, RIDGE, SMOOTH, NEWTON = 2048, 128, 1.0, 4.0, 3
+    WINDOW = 2048  # tokens that are kept
+    EVERY = 128  # tokens between two fits
+    RIDGE = 1.0
+    SMOOTH = 4.0
+    NEWTON_STEPS = 3
 
     def __init__(self, num_positions: int, num_confidence_features: int):
         self.num_features = 1 + num_confidence_features
-        self.begin = np.zeros(self.num_features + num_positions)
-        self.begin[: min(self.num_features, 2)] = 0.5  # as vLLM begins: half of what the law says of itself
-        self.weight = self.begin.copy()
-        size = len(self.begin)
-        self.pull = np.zeros((size, size))
-        np.fill_diagonal(self.pull[: self.num_features, : self.num_features], self.RIDGE)
-        offsets = self.pull[self.num_features :, self.num_features :]
+        self.initial_weight = np.zeros(self.num_features + num_positions)
+        self.initial_weight[: min(self.num_features, 2)] = 0.5  # as vLLM begins: half of the drafter's own log-odds
+        self.weight = self.initial_weight.copy()
+        size = len(self.weight)
+        self.penalty = np.zeros((size, size))
+        np.fill_diagonal(self.penalty[: self.num_features, : self.num_features], self.RIDGE)
+        offsets = self.penalty[self.num_features :, self.num_features :]
         np.fill_diagonal(offsets, 0.05)
         for k in range(num_positions - 1):
             offsets[k : k + 2, k : k + 2] += self.SMOOTH * np.array([[1.0, -1.0], [-1.0, 1.0]])
         self.feature_WF = np.zeros((self.WINDOW, self.num_features))
         self.position_W = np.zeros(self.WINDOW, dtype=np.int64)
-        self.stood_W = np.zeros(self.WINDOW)
-        self.count, self.fitted = 0, 0
+        self.accepted_W = np.zeros(self.WINDOW)
+        self.count = 0
+        self.count_at_fit = 0
 
-    def of(self, feature_BKF: np.ndarray) -> np.ndarray:
+    def predict(self, feature_BKF: np.ndarray) -> np.ndarray:
         """[B, K] probabilities, for the first K positions."""
         offset_K = self.weight[self.num_features :][: feature_BKF.shape[1]]
         return _sigmoid(feature_BKF @ self.weight[: self.num_features] + offset_K)
 
-    def add(self, feature_NF: np.ndarray, position_N: np.ndarray, stood_N: np.ndarray) -> None:
-        """Tokens that were judged: all before them had stood."""
-        at = (self.count + np.arange(len(stood_N))) % self.WINDOW
-        self.feature_WF[at], self.position_W[at], self.stood_W[at] = feature_NF, position_N, stood_N
-        self.count += len(stood_N)
-        if self.count - self.fitted >= min(self.EVERY, max(self.fitted, 16)):
+    def add(self, feature_NF: np.ndarray, position_N: np.ndarray, accepted_N: np.ndarray) -> None:
+        """N verified tokens; all draft tokens before each of them were accepted."""
+        at = (self.count + np.arange(len(accepted_N))) % self.WINDOW
+        self.feature_WF[at] = feature_NF
+        self.position_W[at] = position_N
+        self.accepted_W[at] = accepted_N
+        self.count += len(accepted_N)
+        if self.count - self.count_at_fit >= min(self.EVERY, max(self.count_at_fit, 16)):
             self._fit()
-            self.fitted = self.count
+            self.count_at_fit = self.count
 
     def _fit(self) -> None:
-        known, num_features = min(self.count, self.WINDOW), self.num_features
-        design = np.zeros((known, len(self.weight)))
-        design[:, :num_features] = self.feature_WF[:known]
-        design[np.arange(known), num_features + self.position_W[:known]] = 1
-        for _ in range(self.NEWTON):
+        num_kept = min(self.count, self.WINDOW)
+        design = np.zeros((num_kept, len(self.weight)))
+        design[:, : self.num_features] = self.feature_WF[:num_kept]
+        design[np.arange(num_kept), self.num_features + self.position_W[:num_kept]] = 1
+        for _ in range(self.NEWTON_STEPS):
             p = _sigmoid(design @ self.weight)
-            slope = design.T @ (self.stood_W[:known] - p) - self.pull @ (self.weight - self.begin)
-            curve = (design * (p * (1 - p))[:, None]).T @ design + self.pull
-            self.weight = self.weight + np.linalg.solve(curve, slope).clip(-2, 2)
+            gradient = design.T @ (self.accepted_W[:num_kept] - p) - self.penalty @ (self.weight - self.initial_weight)
+            hessian = (design * (p * (1 - p))[:, None]).T @ design + self.penalty
+            self.weight = self.weight + np.linalg.solve(hessian, gradient).clip(-2, 2)
 
 
 class Adaptive:
-    """auto: chooses how much to draft; trims: chooses how much of that to verify (vLLM's enable_adaptive_verification).
+    """Chooses draft and verification lengths by expected tokens and measured costs.
 
-    most: the longest draft; num_confidence_features: numbers that drafts come with; before: what limits the length otherwise, a
-    `Scheduled`, or nothing.
+    table: costs of this target and drafter.
+    max_draft: the longest draft.
+    max_batch_size: rows of the engine.
+    auto: choose how much to draft.
+    prunes: choose how much of a draft to verify (vLLM's enable_adaptive_verification).
+    num_confidence_features: numbers that a draft has for each token (`Draft.confidence_BKF`).
+    schedule: limits the length by batch size, beside costs; or nothing.
     """
 
     def __init__(
         self,
         table: CostTable,
-        most: int,
+        max_draft: int,
         max_batch_size: int,
         auto: bool,
-        trims: bool,
+        prunes: bool,
         num_confidence_features: int = 0,
-        before: Scheduled | None = None,
+        schedule: Scheduled | None = None,
     ):
-        self.table, self.most, self.auto, self.prunes, self.schedule = table, most, auto, trims, before
-        self.needs_confidence = trims
-        # seconds that the k-th token of a draft adds, by k - 1 and rows; and of verifying, by rows, then by draft tokens
-        self.round_KR = np.array([table.draft_round(k, np.arange(max_batch_size + 1)) for k in range(1, most + 1)])
+        self.table = table
+        self.max_draft = max_draft
+        self.auto = auto
+        self.prunes = prunes
+        self.needs_confidence = prunes
+        self.schedule = schedule
+        # seconds that the k-th token of a draft adds, by k - 1 and rows; of verifying, by rows, then by draft tokens
+        rows_R = np.arange(max_batch_size + 1)
+        self.draft_round_s_KR = np.array([table.draft_round(k, rows_R) for k in range(1, max_draft + 1)])
         self.verify_s: dict[int, np.ndarray] = {}
-        self.hull_s: dict[tuple[int, int], np.ndarray] = {}
-        self.pre_draft = AcceptanceModel(most, 0)  # before there is a draft
-        self.post_draft = AcceptanceModel(most, num_confidence_features) if trims else None  # with its evidence
-        self.num_accepted_prev_R: dict[int, float] = {}  # by row, of late: tokens that stood, and that were judged
-        self.judged_R: dict[int, float] = {}
-        self.idle_R: dict[int, int] = {}  # steps without a draft
-        self.stood, self.judged = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT  # of all rows
-        self.made: dict[int, list[float]] = {}  # by rows of a step: tokens made, and seconds by the table
-        self.num_model_drafted_B = np.zeros(0, dtype=np.int64)  # tokens of this step whose drafting took time
-        self.paid, self.asked = 1.0, 1.0  # of late: rows with such a draft, and rows with any
+        self.hull_slope_s: dict[tuple[int, int], np.ndarray] = {}
+        self.pre_draft = AcceptanceModel(max_draft, 0)
+        self.post_draft = AcceptanceModel(max_draft, num_confidence_features) if prunes else None  # sees the confidence
+        self.num_accepted_R: dict[int, float] = {}  # by row, decayed: draft tokens accepted, and draft tokens decided
+        self.num_decided_R: dict[int, float] = {}
+        self.idle_steps_R: dict[int, int] = {}  # steps since a draft token was decided
+        self.num_accepted = PRIOR_ACCEPTANCE * PRIOR_WEIGHT  # of all rows, decayed
+        self.num_decided = PRIOR_WEIGHT
+        self.output: dict[int, list[float]] = {}  # by rows of a step, decayed: tokens emitted, and seconds by the table
+        self.num_model_drafted_B = np.zeros(0, dtype=np.int64)  # tokens of this step that a model drafted
+        self.num_rows_model_drafted = 1.0  # decayed: rows with such tokens, and rows with any draft
+        self.num_rows_drafted = 1.0
         self.feature_BKF = np.zeros((0, 0, 1))
 
     def on_start(self, row: int) -> None:
-        self.num_accepted_prev_R[row] = self.judged_R[row] = 0.0
-        self.idle_R[row] = 0
+        self.num_accepted_R[row] = 0.0
+        self.num_decided_R[row] = 0.0
+        self.idle_steps_R[row] = 0
 
     # ---------------------------------------------------------------- deciding
 
-    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
-        most_B = np.minimum(most_B, self.most)
+    def draft_lengths(self, rows: np.ndarray, max_draft_B: np.ndarray) -> np.ndarray:
+        max_draft_B = np.minimum(max_draft_B, self.max_draft)
         if self.schedule is not None:
-            most_B = self.schedule.draft_lengths(rows, most_B)
-        if not self.auto or not most_B.any():
-            return most_B
-        width = int(most_B.max())
-        feature_BK1 = np.repeat(self._recent(rows)[:, None, None], width, 1)
-        survival_BK = self.pre_draft.of(feature_BK1).cumprod(1)
-        return self._explored(rows, self._best(survival_BK, most_B, len(rows), drafting=True), most_B)
+            max_draft_B = self.schedule.draft_lengths(rows, max_draft_B)
+        if not self.auto or not max_draft_B.any():
+            return max_draft_B
+        width = int(max_draft_B.max())
+        feature_BK1 = np.repeat(self._recent_log_odds(rows)[:, None, None], width, 1)
+        survival_BK = self.pre_draft.predict(feature_BK1).cumprod(1)
+        return self._explore(rows, self._best(survival_BK, max_draft_B, len(rows), drafting=True), max_draft_B)
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         require_chain(draft, "an adaptive policy")
-        made_B = draft.length_B.numpy()
-        self.num_model_drafted_B = made_B if draft.num_model_drafted_B is None else draft.num_model_drafted_B.numpy()
-        self.paid = RATE_DECAY * self.paid + float((self.num_model_drafted_B > 0).sum())
-        self.asked = RATE_DECAY * self.asked + float((made_B > 0).sum())
-        recent_B, width = self._recent(rows), draft.token_BK.shape[1]
+        drafted_B = draft.length_B.numpy()
+        model_drafted_B = draft.num_model_drafted_B
+        self.num_model_drafted_B = drafted_B if model_drafted_B is None else model_drafted_B.numpy()
+        self.num_rows_model_drafted = RATE_DECAY * self.num_rows_model_drafted + float((self.num_model_drafted_B > 0).sum())
+        self.num_rows_drafted = RATE_DECAY * self.num_rows_drafted + float((drafted_B > 0).sum())
+        width = draft.token_BK.shape[1]
         num_features = 1 if self.post_draft is None else self.post_draft.num_features
         self.feature_BKF = np.zeros((len(rows), width, num_features))
-        self.feature_BKF[:, :, 0] = recent_B[:, None]
+        self.feature_BKF[:, :, 0] = self._recent_log_odds(rows)[:, None]
         if self.post_draft is None or not width:
-            return made_B
+            return drafted_B
         if draft.confidence_BKF is not None:
             self.feature_BKF[:, :, 1:] = draft.confidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
-        survival_BK = self.post_draft.of(self.feature_BKF).cumprod(1)
-        # a draft whose evidence is not finite is kept whole, so that the engine sees it and says so
-        in_draft_BK = np.arange(width) < made_B[:, None]
+        survival_BK = self.post_draft.predict(self.feature_BKF).cumprod(1)
+        # a draft whose confidence is not finite is verified in full, so that the engine sees and reports it
+        in_draft_BK = np.arange(width) < drafted_B[:, None]
         broken_B = (~np.isfinite(self.feature_BKF).all(2) & in_draft_BK).any(1)
-        kept_B = self._best(survival_BK, made_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
-        return np.where(broken_B, made_B, self._explored(rows, kept_B, made_B))
+        verified_B = self._best(survival_BK, drafted_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
+        return np.where(broken_B, drafted_B, self._explore(rows, verified_B, drafted_B))
 
-    def _explored(self, rows: np.ndarray, length_B: np.ndarray, most_B: np.ndarray) -> np.ndarray:
-        """The same, but for one token where none was judged for long: else nothing would be learned any more."""
-        idle_B = np.array([self.idle_R[row] for row in rows]) >= EXPLORE
-        return np.where(idle_B & (length_B == 0), np.minimum(most_B, 1), length_B)
+    def _explore(self, rows: np.ndarray, length_B: np.ndarray, max_draft_B: np.ndarray) -> np.ndarray:
+        """length_B, but one token for rows without a decided token for long: they would never be learned about again."""
+        idle_B = np.array([self.idle_steps_R[row] for row in rows]) >= EXPLORE_STEPS
+        return np.where(idle_B & (length_B == 0), np.minimum(max_draft_B, 1), length_B)
 
     def _best(
-        self, survival_BK: np.ndarray, most_B: np.ndarray, num_rows: int, drafting: bool, causal: bool = False
+        self, survival_BK: np.ndarray, max_draft_B: np.ndarray, num_rows: int, drafting: bool, causal: bool = False
     ) -> np.ndarray:
-        """[B] lengths. The tokens that may be taken are lined up by their survival, and the best prefix is taken."""
+        """[B] lengths: the candidate tokens are sorted by survival, and the best prefix of that order is taken.
+
+        survival_BK: P(the token and all before it are accepted).
+        max_draft_B: tokens that each row may take.
+        num_rows: rows of the step.
+        drafting: the draft is still to be made and costs time too.
+        causal: no token may be kept or cut because of a later position (`causal_count`).
+        """
         place_K = np.arange(survival_BK.shape[1])
-        row_N, position_N = np.nonzero(place_K < most_B[:, None])
-        worth_N = survival_BK[row_N, position_N]
-        order = np.lexsort((row_N, position_N, -worth_N))  # of equals the earlier position: each row's taken ones are a prefix
-        row_N, position_N, worth_N = row_N[order], position_N[order], worth_N[order]
+        row_N, position_N = np.nonzero(place_K < max_draft_B[:, None])
+        survival_N = survival_BK[row_N, position_N]
+        order = np.lexsort((row_N, position_N, -survival_N))  # ties by position: what a row takes is a prefix of its draft
+        row_N = row_N[order]
+        position_N = position_N[order]
+        survival_N = survival_N[order]
+        num_candidates = len(survival_N)
         rate = self._rate(num_rows)
         if causal:
-            count = causal_count(worth_N, rate * self._hull_slope(num_rows, len(worth_N)))
+            count = causal_count(survival_N, rate * self._hull_slope(num_rows, num_candidates))
         else:
-            seconds_N = self._verify_seconds(num_rows)[: len(worth_N) + 1]
+            seconds_N = self._verify_seconds(num_rows)[: num_candidates + 1]
             if drafting:
-                taken_NK = np.zeros((len(worth_N) + 1, len(place_K)), dtype=np.int64)
-                taken_NK[np.arange(1, len(worth_N) + 1), position_N] = 1
-                share = self.paid / max(self.asked, 1e-9)
-                seconds_N = seconds_N + share * self.round_KR[place_K, taken_NK.cumsum(0)].sum(1)
-            count = int(np.argmax(np.concatenate([[0.0], worth_N.cumsum()]) - rate * seconds_N))
-        return np.bincount(row_N[:count], minlength=len(most_B))
+                taken_NK = np.zeros((num_candidates + 1, len(place_K)), dtype=np.int64)
+                taken_NK[np.arange(1, num_candidates + 1), position_N] = 1
+                model_share = self.num_rows_model_drafted / max(self.num_rows_drafted, 1e-9)
+                seconds_N = seconds_N + model_share * self.draft_round_s_KR[place_K, taken_NK.cumsum(0)].sum(1)
+            count = int(np.argmax(np.concatenate([[0.0], survival_N.cumsum()]) - rate * seconds_N))
+        return np.bincount(row_N[:count], minlength=len(max_draft_B))
 
     def _verify_seconds(self, num_rows: int) -> np.ndarray:
-        """[n + 1] of steps of so many rows, by the number of draft tokens."""
+        """[n + 1] seconds of a step of num_rows rows, by the number of draft tokens."""
         if num_rows not in self.verify_s:
-            self.verify_s[num_rows] = self.table.verify(num_rows, num_rows + np.arange(num_rows * self.most + 1))
+            self.verify_s[num_rows] = self.table.verify(num_rows, num_rows + np.arange(num_rows * self.max_draft + 1))
         return self.verify_s[num_rows]
 
     def _hull_slope(self, num_rows: int, count: int) -> np.ndarray:
-        """[count] what each further draft token costs by the convex hull."""
-        if (num_rows, count) not in self.hull_s:
-            self.hull_s[num_rows, count] = np.diff(convex_hull(self._verify_seconds(num_rows)[: count + 1]))
-        return self.hull_s[num_rows, count]
+        """[count] seconds that each further draft token costs by the convex hull."""
+        if (num_rows, count) not in self.hull_slope_s:
+            self.hull_slope_s[num_rows, count] = np.diff(convex_hull(self._verify_seconds(num_rows)[: count + 1]))
+        return self.hull_slope_s[num_rows, count]
 
-    def _recent(self, rows: np.ndarray) -> np.ndarray:
-        """[B] log-odds of a token of the row standing, by what happened of late."""
-        share = self.stood / self.judged
-        stood_B = np.array([self.num_accepted_prev_R[row] for row in rows]) + PRIOR_WEIGHT * share
-        judged_B = np.array([self.judged_R[row] for row in rows]) + PRIOR_WEIGHT
-        share_B = (stood_B / judged_B).clip(0.01, 0.99)
+    def _recent_log_odds(self, rows: np.ndarray) -> np.ndarray:
+        """[B] log-odds that a draft token of the row is accepted, by its recent steps."""
+        share = self.num_accepted / self.num_decided
+        accepted_B = np.array([self.num_accepted_R[row] for row in rows]) + PRIOR_WEIGHT * share
+        decided_B = np.array([self.num_decided_R[row] for row in rows]) + PRIOR_WEIGHT
+        share_B = (accepted_B / decided_B).clip(0.01, 0.99)
         return np.log(share_B / (1 - share_B))
 
     def _rate(self, num_rows: int) -> float:
         """Tokens per second at this batch size; without experience, those of plain decoding."""
-        if num_rows not in self.made:
-            self.made[num_rows] = [4.0 * num_rows, 4.0 * float(self._verify_seconds(num_rows)[0])]
-        tokens, seconds = self.made[num_rows]
+        if num_rows not in self.output:
+            self.output[num_rows] = [4.0 * num_rows, 4.0 * float(self._verify_seconds(num_rows)[0])]
+        tokens, seconds = self.output[num_rows]
         return tokens / seconds
 
     # ---------------------------------------------------------------- learning
 
     def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
-        length_B, num_rows = draft.length_B.numpy(), len(rows)
+        length_B = draft.length_B.numpy()
+        num_rows = len(rows)
         self._rate(num_rows)
-        made = self.made[num_rows]
-        rows_K = (self.num_model_drafted_B[:, None] > np.arange(self.most)).sum(0)  # of no row, if nothing was drafted
-        seconds = float(self.round_KR[np.arange(self.most), rows_K].sum() + self._verify_seconds(num_rows)[length_B.sum()])
-        made[0] = RATE_DECAY * made[0] + float(num_rows + accepted_B.sum())
-        made[1] = RATE_DECAY * made[1] + seconds
+        rows_K = (self.num_model_drafted_B[:, None] > np.arange(self.max_draft)).sum(0)  # of no row, if nothing was drafted
+        draft_s = self.draft_round_s_KR[np.arange(self.max_draft), rows_K].sum()
+        seconds = float(draft_s + self._verify_seconds(num_rows)[length_B.sum()])
+        output = self.output[num_rows]
+        output[0] = RATE_DECAY * output[0] + float(num_rows + accepted_B.sum())
+        output[1] = RATE_DECAY * output[1] + seconds
 
-        judged_B = np.minimum(accepted_B + 1, length_B)
-        row_N, position_N = np.nonzero(np.arange(draft.token_BK.shape[1]) < judged_B[:, None])
+        decided_B = np.minimum(accepted_B + 1, length_B)  # tokens after the first rejected one say nothing
+        row_N, position_N = np.nonzero(np.arange(draft.token_BK.shape[1]) < decided_B[:, None])
         if len(row_N):
-            stood_N = position_N < accepted_B[row_N]
+            accepted_N = position_N < accepted_B[row_N]
             feature_NF = self.feature_BKF[row_N, position_N]
-            self.pre_draft.add(feature_NF[:, :1], position_N, stood_N)
+            self.pre_draft.add(feature_NF[:, :1], position_N, accepted_N)
             if self.post_draft is not None:
-                self.post_draft.add(feature_NF, position_N, stood_N)
-        for row, stood, judged in zip(rows.tolist(), np.minimum(accepted_B, length_B), judged_B, strict=True):
-            self.num_accepted_prev_R[row] = DECAY * self.num_accepted_prev_R[row] + stood
-            self.judged_R[row] = DECAY * self.judged_R[row] + judged
-            self.idle_R[row] = 0 if judged else self.idle_R[row] + 1
-        self.stood = RATE_DECAY * self.stood + float(np.minimum(accepted_B, length_B).sum())
-        self.judged = RATE_DECAY * self.judged + float(judged_B.sum())
-        if self.judged < PRIOR_WEIGHT:  # nothing was drafted for long
-            self.stood += PRIOR_ACCEPTANCE * (PRIOR_WEIGHT - self.judged)
-            self.judged = PRIOR_WEIGHT
+                self.post_draft.add(feature_NF, position_N, accepted_N)
+        for row, accepted, decided in zip(rows.tolist(), np.minimum(accepted_B, length_B), decided_B, strict=True):
+            self.num_accepted_R[row] = DECAY * self.num_accepted_R[row] + accepted
+            self.num_decided_R[row] = DECAY * self.num_decided_R[row] + decided
+            self.idle_steps_R[row] = 0 if decided else self.idle_steps_R[row] + 1
+        self.num_accepted = RATE_DECAY * self.num_accepted + float(np.minimum(accepted_B, length_B).sum())
+        self.num_decided = RATE_DECAY * self.num_decided + float(decided_B.sum())
+        if self.num_decided < PRIOR_WEIGHT:  # nothing was drafted for long
+            self.num_accepted += PRIOR_ACCEPTANCE * (PRIOR_WEIGHT - self.num_decided)
+            self.num_decided = PRIOR_WEIGHT
         self.num_model_drafted_B = np.zeros(0, dtype=np.int64)
 
 
-def drafts_are_free(table: CostTable, most: int) -> bool:
-    """Whether drafting costs next to nothing, as looking up does, so that only verification is to be weighed."""
-    return table.draft([most]) < FREE * float(table.verify(1, 1))
+def drafts_are_free(table: CostTable, max_draft: int) -> bool:
+    """Whether drafting costs next to nothing, as lookups do, so that only verification is to be weighed."""
+    return table.draft([max_draft]) < FREE_SHARE * float(table.verify(1, 1))
 
 
-def causal_count(worth_N: np.ndarray, price_N: np.ndarray) -> int:
-    """How many tokens to take without looking past any of them: all before the first that is worth less than its price.
+def causal_count(survival_N: np.ndarray, price_N: np.ndarray) -> int:
+    """How many tokens to take without looking past any of them: all before the first whose survival is below its price.
 
-    worth_N: descending, a row's tokens in their order. So whether a token is taken hangs on its row's tokens before it, whose
-    draws are settled, and on other rows. price_N must not fall: prices are those of the convex hull of the costs, in which a
-    jump that pays with more tokens behind it is paid in parts.
+    survival_N: descending, a row's tokens in their order. So whether a token is taken depends on its row's earlier tokens,
+        whose draws are settled, and on other rows.
+    price_N: must not fall. Prices are those of the convex hull of the costs, which spreads a jump that pays off with further
+        tokens over these tokens.
     """
-    too_dear_N = worth_N < price_N
-    return int(too_dear_N.argmax()) if too_dear_N.any() else len(worth_N)
+    too_dear_N = survival_N < price_N
+    return int(too_dear_N.argmax()) if too_dear_N.any() else len(survival_N)
 
 
 def convex_hull(y_N: np.ndarray) -> np.ndarray:

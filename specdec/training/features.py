@@ -30,7 +30,7 @@ from specdec.checked import first_line
 from specdec.drafter.batch import Batch
 from specdec.files import apply_umask, parse_json, read_json_object, writing
 from specdec.model.target import CausalLM
-from specdec.training.data import Sample
+from specdec.training.samples import Sample
 
 CHUNK = 512  # tokens of one forward, and of one product with the output layer
 FORMAT = "specdec-hidden-states"

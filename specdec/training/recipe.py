@@ -26,6 +26,9 @@ from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
 from specdec.params import SamplingParams
 from specdec.training import data, features, loop
+from specdec.training.evaluate import acceptance, prompts_of
+from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
+from specdec.training.settings import Settings
 
 # what a run may be resumed with other values of
 FREE = (
@@ -61,7 +64,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     if "geometry" in architecture:
         architecture["geometry"] = architecture["geometry"] or {}
     objective = drafter_class.objective_type(**recipe.pop("objective"))
-    settings = loop.Settings(**recipe)
+    settings = Settings(**recipe)
     SamplingParams(max_tokens=cfg["eval"]["max_tokens"])
     at_least("seed", cfg["seed"], 0)
     at_least("data.held_out", cfg["data"]["held_out"], 0)
@@ -96,7 +99,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         console.show(f"note: {note}")
     if given["held_out"] >= len(loaded.samples):
         raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
-    samples, held_out = data.held_out(loaded.samples, given["held_out"])
+    samples, held_out = split_validation(loaded.samples, given["held_out"])
 
     checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples, held_out)
     no_setting = ("name", "model", "revision", "parallel_drafting")
@@ -126,7 +129,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         "target_weights": hub.weights_digest(target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
         "method": name,
-        "data": data.fingerprint(loaded.samples),
+        "data": fingerprint(loaded.samples),
         "drafter": checkpoint.config,
         "init": init.model_dump(),
         "objective": objective.model_dump(),
@@ -141,19 +144,19 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         records.claim(out_dir, cfg["resume"], identity)
         config.save(cfg, out_dir / "config.yaml")
         if loaded.skipped:
-            records.write_json(out_dir / "left_out.json", loaded.listed)
+            records.write_json(out_dir / "left_out.json", loaded.skipped_at)
     processes.wait_for_everyone()
-    prompts = loop.prompts_of(held_out, cfg["eval"]["num_prompts"])
+    prompts = prompts_of(held_out, cfg["eval"]["num_prompts"])
 
     def evaluate(saved: Path) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
         proposer = method.build(name, target, model=str(saved), **asked)
-        return loop.acceptance(
+        return acceptance(
             target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
         )
 
     metrics = logger.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
-    with console.steps(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+    with console.training_progress(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
             assert metrics is not None
@@ -226,7 +229,7 @@ def new_drafter(
     key = drafter_class.facts.mask_key
     if key is not None:
         given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
-        architecture[key] = data.mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
+        architecture[key] = mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
         if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
             checkpoint.config[key] = architecture[key]
     if checkpoint is not None:
@@ -234,7 +237,7 @@ def new_drafter(
     size = architecture.get("draft_vocab_size")
     vocab_ids = None
     if size is not None and size != target.vocab_size:
-        vocab_ids = data.draft_vocabulary(samples, size, target.vocab_size)
+        vocab_ids = draft_vocabulary(samples, size, target.vocab_size)
     return drafter_class.init_checkpoint(target, architecture, init, vocab_ids, cfg["seed"])
 
 

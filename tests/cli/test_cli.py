@@ -181,7 +181,7 @@ def test_without_a_baseline_there_is_no_speedup_to_speak_of(tmp_path: Path, cli:
     warm = ("sampling.temperature=0.8", "max_batch_size=4")
     done = cli("run", *SMALL, *SELF, *warm, "baseline=false", f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
-    assert "lossless: yes, in law (standard)" in done.out
+    assert "lossless: yes, in distribution (standard)" in done.out
     overall = json.loads((tmp_path / "run" / "summary.json").read_text())["overall"]
     assert overall["speedup"] is overall["efficiency"] is overall["baseline_tokens_per_s"] is None
     assert overall["speedup_model"] > 0

@@ -23,8 +23,8 @@ import pytest
 from specdec import method, rejection
 from specdec.core import Request, RequestStats, Step
 from specdec.engine import Engine
-from specdec.measure import records, serving, stats, tasks
-from specdec.measure.serving import Arrival
+from specdec.measure import arrivals, records, serving, stats, tasks
+from specdec.measure.arrivals import Arrival
 from specdec.measure.stats import RequestTiming
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -60,37 +60,37 @@ def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
 
 
 def test_arrivals_at_one_rate() -> None:
-    slow, fast = (serving.arrivals("poisson", rate, None, 4000, 3, seed=5) for rate in (2.0, 8))
+    slow, fast = (arrivals.make_arrivals("poisson", rate, None, 4000, 3, seed=5) for rate in (2.0, 8))
     assert len(slow) == 4000
     assert [a.at_s / 4 for a in slow] == pytest.approx([a.at_s for a in fast]), "the same noise at every rate"
     gaps = np.diff([a.at_s for a in slow])
     assert gaps.min() > 0
     assert gaps.mean() == pytest.approx(0.5, rel=0.05)
     assert gaps.std() == pytest.approx(0.5, rel=0.05), "exponential"
-    assert slow == serving.arrivals("poisson", 2.0, None, 4000, 3, seed=5)
-    assert slow != serving.arrivals("poisson", 2.0, None, 4000, 3, seed=6)
-    assert len(serving.arrivals("poisson", 2.0, None, None, 3, seed=5)) == 3, "each task once"
+    assert slow == arrivals.make_arrivals("poisson", 2.0, None, 4000, 3, seed=5)
+    assert slow != arrivals.make_arrivals("poisson", 2.0, None, 4000, 3, seed=6)
+    assert len(arrivals.make_arrivals("poisson", 2.0, None, None, 3, seed=5)) == 3, "each task once"
     for at_once in (None, math.inf):
-        assert {a.at_s for a in serving.arrivals("poisson", at_once, None, 7, 3, 0)} == {0.0}
+        assert {a.at_s for a in arrivals.make_arrivals("poisson", at_once, None, 7, 3, 0)} == {0.0}
 
 
 def test_arrivals_in_phases() -> None:
-    at = np.array([a.at_s for a in serving.arrivals("poisson", [[100, 5.0], [50, 0], [100, 20]], None, None, 3, seed=1)])
+    at = np.array([a.at_s for a in arrivals.make_arrivals("poisson", [[100, 5.0], [50, 0], [100, 20]], None, None, 3, seed=1)])
     assert (np.diff(at) > 0).all()
     counts = [((at >= a) & (at < b)).sum() for a, b in ((0, 100), (100, 150), (150, 250))]
     assert counts[1] == 0, "a pause"
     assert counts[0] == pytest.approx(500, rel=0.2)
     assert counts[2] == pytest.approx(2000, rel=0.1)
     assert sum(counts) == len(at), "none after the end"
-    assert len(serving.arrivals("poisson", [[100, 5.0]], None, 10, 3, seed=1)) == 10, "num_requests is the most"
+    assert len(arrivals.make_arrivals("poisson", [[100, 5.0]], None, 10, 3, seed=1)) == 10, "num_requests is the most"
 
 
 def test_a_trace(tmp_path: Path) -> None:
     path = write_tasks(tmp_path / "t", [{"arrival_s": 2, "id": "b"}, {"arrival_s": 0.5, "max_tokens": 3, "other": 1}, "\n"])
-    assert serving.trace(path) == [Arrival(0.5, None, 3), Arrival(2.0, "b")]
+    assert arrivals.read_trace(path) == [Arrival(0.5, None, 3), Arrival(2.0, "b")]
     with path.open("a") as file:
         file.write('{"arrival_s": 4, "id')  # a run that was killed within a line
-    assert len(serving.trace(path)) == 2
+    assert len(arrivals.read_trace(path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_trace(tmp_path: Path) -> None:
 def test_a_malformed_trace(line: Any, words: list[str], tmp_path: Path) -> None:
     path = write_tasks(tmp_path / "t", [{"arrival_s": 0, "id": "a"}, line])
     with pytest.raises(ValueError, match="line 2") as error:
-        serving.trace(path)
+        arrivals.read_trace(path)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
 
@@ -118,12 +118,12 @@ def test_a_malformed_trace(line: Any, words: list[str], tmp_path: Path) -> None:
 def test_a_trace_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes('{"arrival_s": 0, "id": "a\u2028b"}\n{"arrival_s": 1, "id": "ü"}\n'.encode())
-    assert [a.id for a in serving.trace(path)] == ["a\u2028b", "ü"], "a line ends with a newline only"
+    assert [a.id for a in arrivals.read_trace(path)] == ["a\u2028b", "ü"], "a line ends with a newline only"
     path.write_bytes(b'{"arrival_s": 0}\n{"id": "\xfc", "arrival_s": 1}\n')
     with pytest.raises(ValueError, match=r"t, line 2: byte 9 is not UTF-8"):
-        serving.trace(path)
+        arrivals.read_trace(path)
     path.write_bytes('{"arrival_s": 0}\n{"id": "ü'.encode()[:-1])
-    assert len(serving.trace(path)) == 1, "killed within a character"
+    assert len(arrivals.read_trace(path)) == 1, "killed within a character"
 
 
 def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path:
     params = SamplingParams(max_tokens=5)
     given = [None, "t0/1", None, None, "t1/1#2", "t0/1#3", None, None, None]
     at = [Arrival(0.0, name) for name in given]
-    names = [request.id for _, request, _ in serving.requests(target, chosen, at, params, 0)]
+    names = [request.id for _, request, _ in arrivals.make_requests(target, chosen, at, params, 0)]
     assert [name for name, own in zip(names, given, strict=True) if own] == ["t0/1", "t1/1#2", "t0/1#3"]
     assert names == ["t0/1#2", "t0/1", "t0/1#4", "t1/1#3", "t1/1#2", "t0/1#3", "t0/1#5", "t1/1#4", "t0/1#6"]
     assert len(set(names)) == len(names)
@@ -141,7 +141,7 @@ def test_requests_begin_again_under_other_names_and_seeds(target: CausalLM, tmp_
     chosen = tasks.load(short_tasks(tmp_path / "t", 3))
     params = SamplingParams(max_tokens=5)
     at = [Arrival(float(i)) for i in range(6)] + [Arrival(6.0, "mine", 2)]
-    got = list(serving.requests(target, chosen, at, params, 0))
+    got = list(arrivals.make_requests(target, chosen, at, params, 0))
     assert [request.id for _, request, _ in got] == ["t0/1", "t1/1", "t2/1", "t0/1#2", "t1/1#2", "t2/1#2", "mine"]
     assert len({request.seed for _, request, _ in got}) == 7
     assert [task.id for _, _, task in got] == ["t0", "t1", "t2", "t0", "t1", "t2", "t0"]
@@ -309,7 +309,7 @@ class Slow:
             return [self.running.pop()[0]]
         return []
 
-    def clear(self) -> None:
+    def abort_all(self) -> None:
         self.cleared = True
 
 
@@ -330,7 +330,7 @@ def test_a_request_that_comes_during_a_step_waits_from_then_on() -> None:
     assert 0.3 <= got["c"][1] < 0.34, "it was idle, so at once"
     assert [(t.waiting, t.running) for t in turns[:2]] == [(0, 1), (1, 0)]
     assert len(turns) == 6
-    assert (turns[0].made, turns[0].drafted, turns[0].accepted, turns[0].emitted) == (2, 1, 1, 2)
+    assert (turns[0].drafted, turns[0].verified, turns[0].accepted, turns[0].emitted) == (2, 1, 1, 2)
     assert all(t.wall_s >= 0.05 for t in turns)
     assert not engine.cleared
 
@@ -398,15 +398,15 @@ def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Pat
     assert records["none"].answered == records["draft_model"].answered
     assert len(records["none"].answered) == 5
     for record in records.values():
-        assert record.clock_s == max(one.finished_s for one in record.served)
+        assert record.clock_s == max(one.finished_s for one in record.timings)
         assert sum(int(step.emitted_B.sum()) for step in record.steps) == sum(
-            one.num_output_tokens - 1 for one in record.served
+            one.num_output_tokens - 1 for one in record.timings
         )
-        idle = record.clock_s - sum(one.end_to_end for one in record.served)
+        idle = record.clock_s - sum(one.end_to_end for one in record.timings)
         assert idle > 0.5, "at 2 requests/s"
     assert took < records["none"].clock_s, "nobody waits for idle times"
-    shift = min(one.arrival_s for one in records["none"].served[3:])
-    assert shift > max(one.finished_s for one in records["none"].served[:3])
+    shift = min(one.arrival_s for one in records["none"].timings[3:])
+    assert shift > max(one.finished_s for one in records["none"].timings[:3])
 
 
 # ------------------------------------------------------------------------------------------- eval/load.py
@@ -426,7 +426,7 @@ def test_a_run_under_load(tmp_path: Path, cli: Cli) -> None:
     rows = rows_of(out_dir / "requests.jsonl")
     turns = rows_of(out_dir / "steps.jsonl")
     summary = json.loads((out_dir / "summary.json").read_text())
-    at = {a.at_s for a in serving.arrivals("poisson", [[0.4, 20], [0.4, 60]], None, None, 6, 3)}
+    at = {a.at_s for a in arrivals.make_arrivals("poisson", [[0.4, 20], [0.4, 60]], None, None, 6, 3)}
     assert {row["arrival_s"] for row in rows} == at
     assert len(rows) == len({row["id"] for row in rows}) == summary["num_arrivals"] == summary["overall"]["num_requests"]
     assert {"t0/1", "t0/1#2"} <= {row["id"] for row in rows}, "more than the task holds"
@@ -502,7 +502,7 @@ def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
     assert stats.serving_metrics([records.served_of(row) for row in rows])["num_requests"] == len(rows)
     assert list(records.rows_in(out_dir / "steps.jsonl"))
     assert not (out_dir / "summary.json").exists()
-    assert len(serving.trace(out_dir / "requests.jsonl")) == len(rows)
+    assert len(arrivals.read_trace(out_dir / "requests.jsonl")) == len(rows)
     before = contents(out_dir)
     assert "already holds a run" in cli("load", *what).error
     assert contents(out_dir) == before
@@ -553,7 +553,7 @@ BAD_LOADS = [
     (("request_rate=[[-10,1]]",), ["lasts -10 s", "above 0"]),
     (("request_rate=[[10,-1]]",), ["rate -1"]),
     (("request_rate=[[10,inf]]",), ["rate inf"]),
-    (("request_rate=[[10,0]]",), ["no request ever comes"]),
+    (("request_rate=[[10,0]]",), ["no request ever arrives"]),
     (("request_rate=[[0.001,0.001]]",), ["longer phases"]),
     (("request_rate=[[1e9,1e9]]",), ["about 1e+18 requests", "1000000 are the most", "rates or seconds", "num_requests="]),
     (("request_rate=[[1e300,1e300],[1,1]]",), ["about inf requests", "num_requests="]),

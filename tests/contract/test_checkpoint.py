@@ -36,8 +36,8 @@ from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, call, rows_of
 from support.targets import changed, made_once
 
@@ -96,6 +96,18 @@ VARIANTS = {
 }  # fmt: skip
 PAIRS = [(name, engine) for name, variant in VARIANTS.items() for engine in variant.engines]
 EAGLE3_DEEP = {"num_hidden_layers": 24}  # a target whose default layers the engines would guess
+
+
+@pytest.mark.parametrize("name", checkpoint.formats())
+def test_a_format_declares_everything(name: str) -> None:
+    module = checkpoint.formats()[name]
+    protocol = checkpoint.Format
+    expected = {key for key in (*vars(protocol), *protocol.__annotations__) if not key.startswith("_")}
+    assert expected <= set(vars(module))
+    for kind, engines in module.WRITES.items():
+        assert method.is_trained(kind)
+        assert set(engines.values()) <= set(lint.ENGINES)
+        assert all(checkpoint.format_for(kind, engine) is module for engine in engines), "another format is written for it"
 
 
 @cache

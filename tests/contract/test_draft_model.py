@@ -37,7 +37,9 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import data
 from specdec.training.features import OnlineFeatures, TokenSource
-from specdec.training.loop import Settings, fit
+from specdec.training.loop import fit
+from specdec.training.samples import Sample, mask_token
+from specdec.training.settings import Settings
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import SAMPLES, close, decode, gradients, plain, prompts, sample
 from support.methods import context
@@ -194,7 +196,7 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
     documents = []
     for i, one in enumerate(asked):
         tokens = np.array([*one.tokens, *one.drafted, 0])
-        documents.append(data.Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
+        documents.append(Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
     batch = TokenSource(torch.device("cpu"))(documents)
     compared = 0
     plan = trained.plan(batch, trained.objective.steps_at(1.0), 0)
@@ -610,26 +612,26 @@ def test_pard_draws_each_place_from_its_own_law() -> None:
 def test_choosing_a_mask_token(one_line: Any) -> None:
     tokenizer = copy.deepcopy(loaded().tokenizer)  # 256 bytes, <s>, </s>, <pad>
     samples = [
-        data.Sample("one", np.array([5, 6, 319]), np.ones(3, bool)),
-        data.Sample("two", np.array([7, 259]), np.ones(2, bool)),
+        Sample("one", np.array([5, 6, 319]), np.ones(3, bool)),
+        Sample("two", np.array([7, 259]), np.ones(2, bool)),
     ]
-    assert data.mask_token(samples, tokenizer, 320) == 260, "the lowest beyond the tokenizer that does not occur"
-    assert data.mask_token(samples[:1], tokenizer, 320) == 259
-    assert data.mask_token([], tokenizer, 259) == 255, "nothing beyond, and all special tokens have a role: the highest free id"
-    assert data.mask_token(samples, None, 320) == 318, "no tokenizer"
+    assert mask_token(samples, tokenizer, 320) == 260, "the lowest beyond the tokenizer that does not occur"
+    assert mask_token(samples[:1], tokenizer, 320) == 259
+    assert mask_token([], tokenizer, 259) == 255, "nothing beyond, and all special tokens have a role: the highest free id"
+    assert mask_token(samples, None, 320) == 318, "no tokenizer"
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_1|>", "<|reserved_2|>", "<|tool|>"]})
     assert len(tokenizer) == 262
-    assert data.mask_token([], tokenizer, 262) == 260, "a reserved one before one with another name"
-    used = data.Sample("u", np.array([260]), np.ones(1, bool))
-    assert data.mask_token([used], tokenizer, 262) == 259
+    assert mask_token([], tokenizer, 262) == 260, "a reserved one before one with another name"
+    used = Sample("u", np.array([260]), np.ones(1, bool))
+    assert mask_token([used], tokenizer, 262) == 259
     tokenizer.chat_template = tokenizer.chat_template + "<|reserved_2|>"
-    assert data.mask_token([], tokenizer, 262) == 259, "the template brings the other one"
+    assert mask_token([], tokenizer, 262) == 259, "the template brings the other one"
 
-    assert data.mask_token(samples, tokenizer, 320, 300) == 300
-    one_line(lambda: data.mask_token(samples, tokenizer, 320, 259), "259", "sample two")
-    one_line(lambda: data.mask_token(samples, tokenizer, 320, 320), "320", "0..319")
-    full = data.Sample("f", np.arange(320), np.ones(320, bool))
-    one_line(lambda: data.mask_token([full], None, 320), "320", "none is left")
+    assert mask_token(samples, tokenizer, 320, 300) == 300
+    one_line(lambda: mask_token(samples, tokenizer, 320, 259), "259", "sample two")
+    one_line(lambda: mask_token(samples, tokenizer, 320, 320), "320", "0..319")
+    full = Sample("f", np.arange(320), np.ones(320, bool))
+    one_line(lambda: mask_token([full], None, 320), "320", "none is left")
 
 
 @pytest.mark.embedded
@@ -638,7 +640,7 @@ def test_the_mask_token_of_the_demo_data() -> None:
     path = hub.resolve(hub.DEFAULT)
     tokenizer = hub.load_tokenizer(path)
     samples = data.load(data.DEMO, tokenizer, 49152, 1024, limit=50).samples
-    token = data.mask_token(samples, tokenizer, 49152)
+    token = mask_token(samples, tokenizer, 49152)
     assert tokenizer.added_tokens_decoder[token].special
     assert token not in {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
 

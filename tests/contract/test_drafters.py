@@ -42,11 +42,11 @@ from specdec.method.peagle import PEagle
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training import loop
-from specdec.training.data import Sample
+from specdec.training.evaluate import prompts_of
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
-from support.drafters import REDUCED, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
+from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from support.errors import refused
 from support.table import Restless
 from support.targets import SHIPPED, changed, made_once, tensors_of
@@ -555,7 +555,7 @@ def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, m
     assert not [name for name, grad in grads.items() if not grad.abs().sum()]
     assert {name for name, p in trained.named_parameters() if not p.requires_grad} == set()
     assert any("head" in name for name in grads) == (own.init.train_lm_head or own.reduced)
-    assert [float(x) for x in sums[:, losses.ROWS]] == [
+    assert [float(x) for x in sums[:, ROWS]] == [
         sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps_of(trained))
     ]
     monkeypatch.setattr(losses, "distill", losses.distill_reference)
@@ -590,8 +590,8 @@ def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
                     want -= law[i, place[token]].item()
         loss, sums = trained.loss(batch)
     assert loss.item() == pytest.approx(want, rel=1e-5)
-    assert sums[:, losses.LOSS].sum().item() == pytest.approx(want, rel=1e-5)
-    assert len(sums) == trained.config["n_predict"]
+    assert sums.loss_K.sum().item() == pytest.approx(want, rel=1e-5)
+    assert len(sums.loss_K) == trained.config["n_predict"]
 
 
 def test_the_steps_of_mtp_weigh_one_together() -> None:
@@ -605,9 +605,9 @@ def test_the_steps_of_mtp_weigh_one_together() -> None:
         batch = features(trained, SAMPLES)
         loss, sums = trained.loss(batch)
         weights = trained.objective.weights(steps_of(trained))
-        assert len(weights) == len(sums) == count
+        assert len(weights) == len(sums.loss_K) == count
         assert sum(weights) == pytest.approx(1)
-        assert loss.item() == pytest.approx(sum(w * x for w, x in zip(weights, sums[:, 0].tolist(), strict=True)), rel=1e-5)
+        assert loss.item() == pytest.approx(sum(w * x for w, x in zip(weights, sums.loss_K.tolist(), strict=True)), rel=1e-5)
         assert weights[1] / weights[0] == pytest.approx(0.6)
 
 
@@ -646,7 +646,7 @@ def test_documents_that_end_before_the_steps_do(variant: str) -> None:
     loss, sums, grads = gradients(trained, features(trained, short))
     assert loss > 0
     assert all(torch.isfinite(grad).all() for grad in grads.values())
-    assert sums[:, losses.ROWS].tolist() == [6, 3, 1, 0][: len(sums)]
+    assert sums[:, ROWS].tolist() == [6, 3, 1, 0][: len(sums)]
 
 
 @pytest.mark.parametrize(
@@ -659,7 +659,7 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
     kind = VARIANTS[variant].kind
     batch = features(trained, [SAMPLES[0], SAMPLES[1], SAMPLES[0]])
     plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), 3 if kind is PEagle else steps_of(trained))
-    first_N = torch.from_numpy(plan.first_A)
+    first_N = torch.from_numpy(plan.first_N)
     with torch.no_grad():
         want = trained.unrolled(batch, plan)
         for place in (0, 1, 23, 39, 40, 41, 56, 57, 60):
@@ -704,7 +704,7 @@ def test_depths_keep_their_share_of_rows(ratio: float, least: float) -> None:
         assert (num_steps_N[step.rows] > k).all()
         if k:
             assert np.isin(step.rows, plan.steps[k - 1].rows).all()
-            assert np.array_equal(plan.steps[k - 1].rows[step.kept], step.rows)
+            assert np.array_equal(plan.steps[k - 1].rows[step.from_prev], step.rows)
 
 
 def test_the_rows_of_depths_are_drawn_anew_in_every_step_of_a_run() -> None:
@@ -999,7 +999,7 @@ def test_text_is_continued_where_everything_is_supervised() -> None:
         Sample("c", np.arange(9), np.arange(9) > 4),
         *(Sample(str(n), np.arange(n), np.ones(n, dtype=bool)) for n in (20, 500)),
     )
-    assert [len(prompt) for prompt in loop.prompts_of([chat, text, long], 3)] == [5, 10, 64]
+    assert [len(prompt) for prompt in prompts_of([chat, text, long], 3)] == [5, 10, 64]
 
 
 def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:

@@ -28,9 +28,9 @@ from specdec.method import eagle
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Architecture, Eagle3
 from specdec.model.target import CausalLM
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
-from support.drafters import REDUCED, SAMPLES, VOCAB, InWords, close, decode, gradients, plain, prompts, sample
+from specdec.training.samples import Sample
+from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, plain, prompts, sample
 from support.table import Restless
 from support.targets import loaded
 
@@ -264,7 +264,7 @@ def test_every_trainable_parameter_learns(variant: str) -> None:
     steps = 1 if own.kind is Eagle else 3
     assert sums.shape == (steps, 7)
     supervised = [sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps)]
-    assert sums[:, losses.ROWS].tolist() == supervised
+    assert sums[:, ROWS].tolist() == supervised
 
 
 @pytest.mark.parametrize("variant", FEW)
@@ -325,7 +325,7 @@ def test_documents_that_end_before_the_steps_do(variant: str) -> None:
     loss, sums, grads = gradients(trained, features(trained, short))
     assert loss > 0
     assert all(torch.isfinite(grad).all() for grad in grads.values())
-    assert sums[:, losses.ROWS].tolist() == [6, 3, 1, 0, 0, 0, 0][: len(sums)]
+    assert sums[:, ROWS].tolist() == [6, 3, 1, 0, 0, 0, 0][: len(sums)]
     again = gradients(learner(variant, 3), features(trained, short))
     close([loss, sums[:3], grads], again, 1e-5)
 
@@ -344,7 +344,7 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
 
     with torch.no_grad():
         want = trained.unrolled(batch, plan)
-    first_N = torch.from_numpy(plan.first_A)
+    first_N = torch.from_numpy(plan.first_N)
     for place in (0, 1, 23, 39, 40, 41, 50, 56, 57, 60):
         token_N = batch.token_N.clone()
         hidden_NTD = batch.hidden_NTD.clone()
@@ -364,8 +364,8 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
 def test_warmup_unrolls_one_step() -> None:
     trained = learner("eagle3-reduced", 5, ttt_warmup=0.25)
     batch = features(trained, SAMPLES)
-    whole = trained.loss(batch, progress=0.25)[1]
-    one = trained.loss(batch, progress=0.2)[1]
+    whole = trained.loss(batch, progress=0.25)[1].table()
+    one = trained.loss(batch, progress=0.2)[1].table()
     assert (len(whole), len(one)) == (5, 1)
     close(one[0], whole[0])
 
@@ -378,12 +378,12 @@ def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
     plan = unroll.plan(batch.length_B, batch.mask_N, 3)
     outside = ~torch.isin(batch.argmax_N[torch.from_numpy(plan.labelled)], torch.from_numpy(REDUCED))
     assert 0 < outside.sum() < len(outside)
-    assert torch.equal(masked.teacher(batch, plan).count_Q == 0, outside)
-    assert (open_.teacher(batch, plan).count_Q == 1).all()
+    assert torch.equal(masked.teacher(batch, plan).weight_Q == 0, outside)
+    assert (open_.teacher(batch, plan).weight_Q == 1).all()
     (less, sums) = masked.loss(batch)
     (more, all_sums) = open_.loss(batch)
     assert less < more
-    close(sums[:, 1:], all_sums[:, 1:])
+    close(sums.table()[:, 1:], all_sums.table()[:, 1:])
 
 
 def test_the_teacher_is_the_target() -> None:
@@ -415,7 +415,7 @@ def test_chains_are_counted() -> None:
     rng = np.random.default_rng(2)
     hits = [rng.random(len(step.supervised)) < 0.7 for step in plan.steps]
     by_row = [dict(zip(s.rows[s.supervised].tolist(), h.tolist(), strict=True)) for s, h in zip(plan.steps, hits, strict=True)]
-    for k, counted in enumerate(trained._chains([torch.from_numpy(h) for h in hits], plan).tolist()):
+    for k, counted in enumerate(torch.stack(trained._chain_sums([torch.from_numpy(h) for h in hits], plan), 1).tolist()):
         whole = [row for row in by_row[k] if all(row in step for step in by_row[:k])]
         reached = [row for row in whole if all(step[row] for step in by_row[:k])]
         assert counted == [sum(by_row[k][row] for row in reached), len(reached), len(whole)], k

@@ -288,20 +288,20 @@ class Apart(distributed.ProcessGroup):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    "way", [tensor_parallel.COLUMNS, tensor_parallel.GATHERED, tensor_parallel.ROWS, tensor_parallel.ROWS_OF_WHOLE]
+    "way", [tensor_parallel.COLUMNS, tensor_parallel.COLUMNS_GATHERED, tensor_parallel.ROWS, tensor_parallel.ROWS_SPLIT]
 )
 def test_parts_of_a_layer(way: str, bias: bool) -> None:
     """What three processes make of their parts is what the layer makes of the whole; 13 columns come from 5, 5 and 3."""
     torch.manual_seed(0)
     size = 3
-    layer = torch.nn.Linear(6, 13 if way == tensor_parallel.GATHERED else 12, bias=bias).requires_grad_(False)
+    layer = torch.nn.Linear(6, 13 if way == tensor_parallel.COLUMNS_GATHERED else 12, bias=bias).requires_grad_(False)
     x = torch.randn(4, 6)
     zero = torch.zeros(layer.out_features)
     parts = [tensor_parallel._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
     own = x.chunk(size, -1) if way == tensor_parallel.ROWS else [x] * size
     if way == tensor_parallel.COLUMNS:
         got = torch.cat([part(x) for part in parts], -1)
-    elif way == tensor_parallel.GATHERED:
+    elif way == tensor_parallel.COLUMNS_GATHERED:
         got = torch.cat([part.part(x) for part in parts], -1)
         assert not got[:, 13:].any()
         got = got[:, :13] + (layer.bias if bias else zero)
@@ -309,7 +309,7 @@ def test_parts_of_a_layer(way: str, bias: bool) -> None:
     else:
         got = sum(part(mine) for part, mine in zip(parts, own, strict=True)) - (size - 1) * (layer.bias if bias else zero)
     torch.testing.assert_close(got, layer(x))
-    if way != tensor_parallel.GATHERED:
+    if way != tensor_parallel.COLUMNS_GATHERED:
         with pytest.raises(ValueError, match=r"tensor_parallel_size=5: the \d+ columns of it are no multiple of it"):
             tensor_parallel._part(layer, way, "it", Apart(5, 0))
 

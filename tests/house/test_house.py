@@ -18,7 +18,7 @@ from specdec import config, method, rejection
 from specdec.config import CONF, read
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training import loop
+from specdec.training.settings import Settings
 from support.tree import MODULES, PACKAGE, ROOT, SCRIPTS, TESTS, YAMLS, imports, module_name, short
 
 MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML file
@@ -26,8 +26,9 @@ MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML f
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "files", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script", "row_state", "stop_rules", "engine",
-    "policy", "checkpoint", "drafter", "measure.stats", "training.data", "training.features", "method", "speculative_config",
+    "checked", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script", "row_state",
+    "stop_rules", "engine", "policy", "checkpoint", "drafter", "measure.stats", "training.samples", "training.data",
+    "training.features", "method", "speculative_config",
     "measure", "training", "config", "training.recipe", "llm",
 )  # fmt: skip
 
@@ -245,7 +246,7 @@ def test_costs_depend_on_sampling_parameters_that_there_are() -> None:
 
 
 def test_train_has_the_keys_of_its_class() -> None:
-    assert set(read(CONF / "train.yaml")["train"]) == set(loop.Settings.model_fields)
+    assert set(read(CONF / "train.yaml")["train"]) == set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "train").glob("*.yaml")), ids=short)
@@ -260,7 +261,7 @@ def test_a_recipe_has_the_keys_of_its_method(path: Path) -> None:
         given = set(recipe.get(key, {}))
         known = set(record.model_fields)
         assert given == known if whole else given <= known, key
-    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(loop.Settings.model_fields)
+    assert set(recipe) - {"name", "defaults", "drafter", "init", "objective"} <= set(Settings.model_fields)
 
 
 @pytest.mark.parametrize("group", ["data", "task", "logger", "model"])

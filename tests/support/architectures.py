@@ -26,8 +26,8 @@ from specdec.drafter.base import Init
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -14,15 +15,17 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Policy, Request
 from specdec.drafter.autoregressive import AutoregressiveDrafter
 from specdec.drafter.batch import Batch
+from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.data import Sample
+from specdec.training.samples import Sample
 from support.targets import loaded
 
 VOCAB = 320  # of the tiny models
 
 
+ROWS = [field.name for field in fields(LossSums)].index("rows_K")  # column of a table of sums
 REDUCED = np.r_[10:200:2, 200:320]  # target ids of a draft vocabulary
 
 
@@ -52,7 +55,7 @@ def gradients(trained: AutoregressiveDrafter, batch: Batch, **more: Any) -> tupl
         assert (parameter.grad is not None) == parameter.requires_grad, name
         if parameter.grad is not None:
             grads[name] = parameter.grad.clone()
-    return loss.detach(), sums, grads
+    return loss.detach(), sums.table(), grads
 
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-5, what: str = "") -> None:

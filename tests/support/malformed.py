@@ -44,7 +44,7 @@ from specdec.checkpoint import lint, native
 from specdec.config import CONF
 from specdec.drafter.base import Init
 from specdec.llm import EngineArgs
-from specdec.measure import records, serving, tasks
+from specdec.measure import arrivals, records, serving, tasks
 from specdec.policy import cost_table
 from specdec.speculative_config import SpeculativeConfig
 from specdec.training import data, features
@@ -784,7 +784,7 @@ def trace_cases() -> Iterator[Case]:
 
         def action(scratch: Path, line: bytes = line) -> Any:
             (scratch / "trace.jsonl").write_bytes(line + b'\n{"arrival_s": 3.0}\n' if line else b"")
-            return serving.trace(scratch / "trace.jsonl")
+            return arrivals.read_trace(scratch / "trace.jsonl")
 
         yield Case("traces", name, action)
     rates: dict[str, Any] = {
@@ -793,7 +793,9 @@ def trace_cases() -> Iterator[Case]:
     for name, value in (
         rates | {"phase of text": [["a", 1]], "phase of three": [[1, 2, 3]], "phase of 0 s": [[0, 1]], "pause only": [[1, 0]]}
     ).items():
-        yield Case("traces", f"request_rate {name}", lambda _, value=value: serving.phases(value), ("request_rate",))
+        yield Case(
+            "traces", f"request_rate {name}", lambda _, value=value: arrivals.parse_request_rate(value), ("request_rate",)
+        )
         yield Case("traces", f"rates {name}", lambda _, value=value: serving.parse_rates(value), ("rates",))
 
 

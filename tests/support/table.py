@@ -449,9 +449,9 @@ def adapting(drafting: Proposer, rows: int, **what: bool) -> Adaptive:
 POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
     "restless": lambda drafting, rows: Restless(),
     "scheduled": lambda drafting, rows: Scheduled([[1, 1, 2], [2, 2, 0], [3, 5, 3], [7, 7, 0]], NUM_DRAFT),
-    "auto": lambda drafting, rows: adapting(drafting, rows, auto=True, trims=False),
-    "trims": lambda drafting, rows: adapting(drafting, rows, auto=False, trims=True),
-    "both": lambda drafting, rows: adapting(drafting, rows, auto=True, trims=True),
+    "auto": lambda drafting, rows: adapting(drafting, rows, auto=True, prunes=False),
+    "prunes": lambda drafting, rows: adapting(drafting, rows, auto=False, prunes=True),
+    "both": lambda drafting, rows: adapting(drafting, rows, auto=True, prunes=True),
 }
 
 

@@ -115,5 +115,5 @@ def changed(source: Path, directory: Path, change: Callable[[dict[str, Tensor]],
 
 
 @cache
-def loaded(name: str) -> CausalLM:
+def loaded(name: str = "tiny") -> CausalLM:
     return CausalLM(name, "float32", "cpu")

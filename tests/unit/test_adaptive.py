@@ -73,7 +73,7 @@ def test_joint_law_of_an_adverse_drafter(name: str, rejecting: str) -> None:
     assert misfit(SMALL, requests) < 1
     lengths = {length for request in requests for length in request.stats.drafted}
     assert len(lengths) > 2
-    assert (sum(sum(request.stats.trimmed) for request in requests) > 0) == (name in ("restless", "trims", "both"))
+    assert (sum(sum(request.stats.trimmed) for request in requests) > 0) == (name in ("restless", "prunes", "both"))
 
 
 class ByTheDrawnToken(Scheduled):
@@ -186,7 +186,7 @@ def test_wishes_that_cannot_be(own: dict[str, Any], words: list[str], one_line: 
 def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalLM) -> None:
     """Where drafting costs nothing, auto decides by the draft's evidence; where it costs something, before there is a draft."""
     for draft, weighed in ((0.0, True), (0.1, False)):
-        costs(adaptive.AUTO_MOST, draft=draft).save(tmp_path / "cost.json")
+        costs(adaptive.AUTO_MAX_DRAFT, draft=draft).save(tmp_path / "cost.json")
         plan = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json"))).resolve()
         drafting, _ = plan.build(target)
         deciding = plan.policy.build(target, drafting, 1)
@@ -216,7 +216,7 @@ def test_acceptance_is_learned() -> None:
     assert np.abs(model.weight[:2] - [0.3, 1.1]).max() < 0.2
     assert np.abs(model.weight[2:5] - offset).max() < 0.25
     assert np.abs(model.weight[5:] - model.weight[4]).max() < 0.2, "a position that was never reached is like the last that was"
-    p_BK = model.of(np.zeros((1, 3, 2)))[0]
+    p_BK = model.predict(np.zeros((1, 3, 2)))[0]
     assert np.abs(p_BK - 1 / (1 + np.exp(-offset))).max() < 0.06
 
 
@@ -233,7 +233,7 @@ def judged(length_B: list[int], accepted_B: list[int]) -> tuple[np.ndarray, Draf
 def test_k_follows_what_is_accepted() -> None:
     """Long drafts for the row whose drafts stand, short ones for the row whose drafts fall; none where they cost too much."""
     for dear, want in ((False, "longer"), (True, "nothing")):
-        deciding = Adaptive(costs(8, 3.0 if dear else 0.1, 0.5 if dear else 0.02), 8, 2, auto=True, trims=False)
+        deciding = Adaptive(costs(8, 3.0 if dear else 0.1, 0.5 if dear else 0.02), 8, 2, auto=True, prunes=False)
         for row in range(2):
             deciding.on_start(row)
         for _ in range(40):
@@ -251,10 +251,10 @@ def test_k_follows_what_is_accepted() -> None:
 
 
 def test_a_row_that_was_given_up_is_tried_again() -> None:
-    deciding = Adaptive(costs(4, 3.0, 1.0), 4, 1, auto=True, trims=False)
+    deciding = Adaptive(costs(4, 3.0, 1.0), 4, 1, auto=True, prunes=False)
     deciding.on_start(0)
     tried = []
-    for _ in range(3 * adaptive.EXPLORE):
+    for _ in range(3 * adaptive.EXPLORE_STEPS):
         (length,) = lengths_for(deciding, 1, 4)
         tried.append(length)
         draft = Draft(torch.zeros(1, length, dtype=torch.int64), torch.tensor([length]))
@@ -264,10 +264,10 @@ def test_a_row_that_was_given_up_is_tried_again() -> None:
 
 
 def test_verification_that_was_given_up_is_tried_again() -> None:
-    deciding = Adaptive(costs(4, 3.0, 0.0), 4, 1, auto=False, trims=True)
+    deciding = Adaptive(costs(4, 3.0, 0.0), 4, 1, auto=False, prunes=True)
     deciding.on_start(0)
     kept = []
-    for _ in range(3 * adaptive.EXPLORE):
+    for _ in range(3 * adaptive.EXPLORE_STEPS):
         draft = Draft(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([4]))
         kept.append(int(deciding.verify_lengths(np.array([0]), draft)[0]))
         deciding.observe(np.array([0]), draft.cut(np.array(kept[-1:])), np.array([0]))
@@ -282,7 +282,7 @@ def test_the_choice_is_the_best_there_is() -> None:
         most = 3
         verify = rng.uniform(0.05, 0.6)
         draft = rng.uniform(0.0, 0.2)
-        deciding = Adaptive(costs(most, verify, draft), most, 8, auto=True, trims=False)
+        deciding = Adaptive(costs(most, verify, draft), most, 8, auto=True, prunes=False)
         survival_BK = rng.random((rows, most)).cumprod(1)
         got_B = deciding._best(survival_BK, np.full(rows, most), rows, drafting=True)
         rate = deciding._rate(rows)
@@ -434,7 +434,7 @@ def test_the_best_schedule() -> None:
 
 
 def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:
-    for given, most in ((ngram("auto"), adaptive.AUTO_MOST), ({"method": "suffix", "num_speculative_tokens": "auto"}, 24)):
+    for given, most in ((ngram("auto"), adaptive.AUTO_MAX_DRAFT), ({"method": "suffix", "num_speculative_tokens": "auto"}, 24)):
         plan = SpeculativeConfig(**given).resolve()
         drafting, _ = plan.build(target)
         assert drafting.num_speculative_tokens == most
@@ -494,7 +494,7 @@ def test_evidence_is_of_the_law_and_not_of_the_token() -> None:
             return super().verify_lengths(rows, draft)
 
     drafting = adverse(SMALL)
-    deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, trims=True, num_confidence_features=1)
+    deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, prunes=True, num_confidence_features=1)
     decode(SMALL, drafting, scheme("standard"), num_requests=2, rows=1, deciding=deciding)
     for odds_BK, top_BK in seen:
         assert torch.allclose(odds_BK.sigmoid(), top_BK, atol=1e-5)

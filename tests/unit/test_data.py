@@ -20,10 +20,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import hub
+from specdec.chat.answers import Rendered, UnstableTemplate
+from specdec.chat.conversation import parse_tools
+from specdec.chat.template import unread_template_kwargs, user_frame
 from specdec.measure.tasks import DEMO as EVALUATION
 from specdec.model.target import CausalLM
 from specdec.training import data
-from specdec.training.data import Rendered, Sample, UnstableTemplate, load, render
+from specdec.training.data import load, render
+from specdec.training.samples import Sample, _permutation, batch_indices, draft_vocabulary, fingerprint, split_validation
 
 Messages = list[dict[str, Any]]
 VOCAB = 320
@@ -357,7 +361,7 @@ def test_the_frame_of_a_user_turn(name: str) -> None:
     """What a target continues when it makes up user turns, and the token that then ends one."""
     template = TEMPLATES[name]
     tokenizer = byte_tokenizer(template.text, template.eos)
-    before, closing = data.user_frame(tokenizer)
+    before, closing = user_frame(tokenizer)
     text = tokenizer.apply_chat_template([user("Who?")], tokenize=False)
     end = "" if name in ("mistral", "plain") else template.end
     assert text.startswith(before + "Who?" + end)
@@ -403,7 +407,7 @@ def test_conversations_in_every_spelling(chatml: Any, tmp_path: Path) -> None:
     ]
     loaded = load(write(tmp_path / "a.jsonl", spelled), chatml, VOCAB)
     assert not loaded.skipped
-    assert loaded.said == ""
+    assert loaded.skipped_note == ""
     assert texts(chatml, loaded) == dict.fromkeys(["m", "c", "s", "t", "g", "n", "p", "l", "line 9"], "A<|im_end|>")
     assert len({tuple(sample.token_n) for sample in loaded.samples}) == 1
     assert all(sample.token_n.dtype == np.int64 and sample.mask_n.dtype == bool for sample in loaded.samples)
@@ -424,7 +428,7 @@ def test_prompt_and_response_without_a_chat_template(tmp_path: Path) -> None:
     (sample,) = loaded.samples
     assert tokenizer.decode(sample.token_n) == "Once upon</s>"
     assert sample.mask_n.tolist() == [False] * 5 + [True] * 5
-    assert "no chat template" in loaded.said
+    assert "no chat template" in loaded.skipped_note
     assert load(file, tokenizer, VOCAB, max_length=7).samples[0].token_n.tolist() == sample.token_n[:7].tolist()
 
 
@@ -454,7 +458,7 @@ def test_tokens_that_the_target_does_not_have_are_refused(chatml: Any, tmp_path:
     rows = [outside, {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}]
     loaded = load(write(tmp_path / "a.jsonl", rows), chatml, 256)
     assert [sample.id for sample in loaded.samples] == ["line 2"]
-    assert "not token ids of the target (0..255)" in loaded.said
+    assert "not token ids of the target (0..255)" in loaded.skipped_note
 
 
 MALFORMED: dict[str, tuple[Any, str]] = {
@@ -489,8 +493,8 @@ def test_a_malformed_row_is_skipped_counted_and_listed(chatml: Any, tmp_path: Pa
     ((said, count),) = loaded.skipped.items()
     assert reason in said
     assert count == 2
-    assert loaded.listed == {said: ["line 2", "line 5"]}
-    assert loaded.said == f"2 {said} (first: line 2)"
+    assert loaded.skipped_at == {said: ["line 2", "line 5"]}
+    assert loaded.skipped_note == f"2 {said} (first: line 2)"
     with pytest.raises(ValueError, match="no row can be trained on") as error:
         load(write(tmp_path / "b.jsonl", [bad]), chatml, VOCAB)
     assert said in str(error.value)
@@ -502,8 +506,8 @@ def test_rows_that_the_template_refuses_are_counted_with_its_reason(tmp_path: Pa
     loaded = load(write(tmp_path / "a.jsonl", rows), byte_tokenizer(GEMMA), VOCAB)
     assert [sample.id for sample in loaded.samples] == ["line 2"]
     assert loaded.skipped.total() == 2
-    assert "System role not supported" in loaded.said
-    assert "roles must alternate" in loaded.said
+    assert "System role not supported" in loaded.skipped_note
+    assert "roles must alternate" in loaded.skipped_note
 
 
 @pytest.mark.parametrize("rows", [[], [{"messages": [user("a")]}], [{"header": {"target": "x"}}]])
@@ -583,7 +587,7 @@ def test_compressed_and_other_sources_hold_the_same(chatml: Any, tmp_path: Path,
     sources = {write(tmp_path / "b.jsonl.gz", ROWS): "train", tmp_path / "table": "train", tmp_path / "splits": "test"}
     for source, split in {**sources, tmp_path / "folder": "train"}.items():
         loaded = load(source, chatml, VOCAB, split=split)
-        assert data.fingerprint(loaded.samples) == data.fingerprint(plain.samples), source
+        assert fingerprint(loaded.samples) == fingerprint(plain.samples), source
         assert [sample.id for sample in loaded.samples] == [sample.id for sample in plain.samples]
     with pytest.raises(ValueError, match="cannot be read as a dataset"):
         load(tmp_path / "splits", chatml, VOCAB, split="validation")
@@ -602,7 +606,7 @@ def test_columns_that_a_row_of_a_table_lacks_are_not_there(chatml: Any, tmp_path
     }
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "table"))
     loaded = load(tmp_path / "table", chatml, VOCAB)
-    assert [sample.id for sample in loaded.samples] == ["a", "b", "c"], loaded.said
+    assert [sample.id for sample in loaded.samples] == ["a", "b", "c"], loaded.skipped_note
 
 
 def test_a_hub_id_is_left_to_datasets(chatml: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -888,16 +892,16 @@ def test_an_answer_that_goes_on_after_its_end_is_left_out(chatml: Any) -> None:
 
 def test_flat_tools_lose_their_type() -> None:
     flat = {"type": "function", "name": "weather", "parameters": {}}
-    assert data.parse_tools([flat]) == [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    assert parse_tools([flat]) == [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 
 
 def test_arguments_of_the_template_must_be_its_own(chatml: Any) -> None:
     thinking = byte_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
     given = {"enable_thinking": False, "enable_thinkin": False}
-    assert data.unread_template_kwargs(thinking, given, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
+    assert unread_template_kwargs(thinking, given, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
     for name in ("max_length", "split", "tools", "tokenize", "messages"):
         with pytest.raises(ValueError, match=f"'{name}'"):
-            data.unread_template_kwargs(chatml, {name: 1}, "data.template_kwargs")
+            unread_template_kwargs(chatml, {name: 1}, "data.template_kwargs")
 
 
 BAD_CALLS: dict[str, tuple[Any, str]] = {
@@ -930,7 +934,7 @@ def test_a_malformed_call_is_skipped_and_counted(kind: str, tmp_path: Path) -> N
     loaded = load(write(tmp_path / "a.jsonl", [ROWS[0], {"messages": [user("a"), message]}]), tokenizer, VOCAB)
     assert [sample.id for sample in loaded.samples] == ["r0"]
     assert list(loaded.skipped.values()) == [1]
-    assert loaded.said.startswith(f"1 {reason}")
+    assert loaded.skipped_note.startswith(f"1 {reason}")
 
 
 # ----------------------------------------------------------------------- fields, roles, messages that are lost
@@ -1234,10 +1238,10 @@ def test_no_length_is_refused_and_not_taken_for_any(tmp_path: Path) -> None:
 def test_the_frame_of_a_user_turn_that_is_not_there_is_refused() -> None:
     refusing = byte_tokenizer(CHATML.replace("{% for", "{{ raise_exception('no') }}{% for", 1))
     with pytest.raises(ValueError, match=r"refuses the messages \(.*no\)"):
-        data.user_frame(refusing)
+        user_frame(refusing)
     blind = byte_tokenizer(CHATML.replace("{{ message['content'] }}", ""))
     with pytest.raises(ValueError, match="'user' that the chat template does not show"):
-        data.user_frame(blind)
+        user_frame(blind)
 
 
 # --------------------------------------------------------------------------------- what training makes of it
@@ -1253,38 +1257,38 @@ def many(count: int) -> list[Sample]:
 
 def test_what_is_held_out_does_not_depend_on_the_order() -> None:
     samples = many(50)
-    train, held = data.held_out(samples, 8)
+    train, held = split_validation(samples, 8)
     assert (len(train), len(held)) == (42, 8)
     assert {s.id for s in train} | {s.id for s in held} == {s.id for s in samples}
     assert [s.id for s in train] == [s.id for s in samples if s.id not in {h.id for h in held}], "their order stays"
     for seed in range(5):
         mixed = random.Random(seed).sample(samples, len(samples))
-        assert {s.id for s in data.held_out(mixed, 8)[1]} == {s.id for s in held}
-    assert data.held_out(samples, 0) == (samples, [])
-    assert {s.id for s in held} <= {s.id for s in data.held_out(samples, 12)[1]}
+        assert {s.id for s in split_validation(mixed, 8)[1]} == {s.id for s in held}
+    assert split_validation(samples, 0) == (samples, [])
+    assert {s.id for s in held} <= {s.id for s in split_validation(samples, 12)[1]}
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_supervised_tokens() -> None:
     samples = [sample("a", [9, 9, 9, 9, 7, 7, 5], [0, 0, 0, 0, 1, 1, 1]), sample("b", [9, 3, 7, 5, 11], [0, 1, 1, 1, 1])]
     # supervised: 7 three times, 5 twice, 3 and 11 once; 9 never
-    assert data.draft_vocabulary(samples, 1, 16).tolist() == [7]
-    assert data.draft_vocabulary(samples, 2, 16).tolist() == [5, 7]
-    assert data.draft_vocabulary(samples, 3, 16).tolist() == [3, 5, 7], "of equals, the lower"
-    assert data.draft_vocabulary(samples, 4, 16).tolist() == [3, 5, 7, 11]
-    assert data.draft_vocabulary(samples, 7, 16).tolist() == [0, 1, 2, 3, 5, 7, 11], "filled up with the lowest unseen ones"
-    assert data.draft_vocabulary(samples, 16, 16).tolist() == list(range(16))
-    assert data.draft_vocabulary([], 3, 16).tolist() == [0, 1, 2]
-    assert data.draft_vocabulary(samples, 5, 16).dtype == np.int64
+    assert draft_vocabulary(samples, 1, 16).tolist() == [7]
+    assert draft_vocabulary(samples, 2, 16).tolist() == [5, 7]
+    assert draft_vocabulary(samples, 3, 16).tolist() == [3, 5, 7], "of equals, the lower"
+    assert draft_vocabulary(samples, 4, 16).tolist() == [3, 5, 7, 11]
+    assert draft_vocabulary(samples, 7, 16).tolist() == [0, 1, 2, 3, 5, 7, 11], "filled up with the lowest unseen ones"
+    assert draft_vocabulary(samples, 16, 16).tolist() == list(range(16))
+    assert draft_vocabulary([], 3, 16).tolist() == [0, 1, 2]
+    assert draft_vocabulary(samples, 5, 16).dtype == np.int64
     for size in (17, 0, -1):
         with pytest.raises(ValueError, match=rf"draft_vocab_size={size} is outside 1\.\.16"):
-            data.draft_vocabulary(samples, size, 16)
+            draft_vocabulary(samples, size, 16)
 
 
 @pytest.mark.parametrize(("count", "batch"), [(10, 2), (10, 3), (7, 7), (5, 8), (1, 3)])
 def test_every_epoch_sees_every_sample_once(count: int, batch: int) -> None:
     epochs = 6
     steps = -(-epochs * count // batch)
-    seen = [place for step in range(steps) for place in data.batch_indices(step, count, batch, 0)]
+    seen = [place for step in range(steps) for place in batch_indices(step, count, batch, 0)]
     assert all(isinstance(place, int) for place in seen)
     orders = [tuple(seen[i * count : (i + 1) * count]) for i in range(epochs)]
     assert all(sorted(order) == list(range(count)) for order in orders)
@@ -1292,12 +1296,12 @@ def test_every_epoch_sees_every_sample_once(count: int, batch: int) -> None:
 
 
 def test_what_a_step_sees_depends_on_its_number_and_the_seed_alone() -> None:
-    forwards = [data.batch_indices(step, 100, 4, 3) for step in range(60)]
-    data._order.cache_clear()
-    assert [data.batch_indices(step, 100, 4, 3) for step in reversed(range(60))] == forwards[::-1]
-    assert [data.batch_indices(step, 100, 4, 4) for step in range(60)] != forwards
+    forwards = [batch_indices(step, 100, 4, 3) for step in range(60)]
+    _permutation.cache_clear()
+    assert [batch_indices(step, 100, 4, 3) for step in reversed(range(60))] == forwards[::-1]
+    assert [batch_indices(step, 100, 4, 4) for step in range(60)] != forwards
     flat = list(itertools.chain(*forwards))
-    assert list(itertools.chain(*(data.batch_indices(step, 100, 8, 3) for step in range(30)))) == flat, (
+    assert list(itertools.chain(*(batch_indices(step, 100, 8, 3) for step in range(30)))) == flat, (
         "the batch size only cuts the row"
     )
 
@@ -1305,14 +1309,14 @@ def test_what_a_step_sees_depends_on_its_number_and_the_seed_alone() -> None:
 def test_the_fingerprint_is_of_tokens_and_masks() -> None:
     base = many(4)
     same = [Sample("other name", s.token_n.copy(), s.mask_n.copy()) for s in base]
-    assert data.fingerprint(base) == data.fingerprint(same)
+    assert fingerprint(base) == fingerprint(same)
     others = [
         base[:3],
         base[::-1],
         [*base[:3], sample("s3", [3, 4, 6], [0, 0, 1])],
         [*base[:3], sample("s3", [3, 4, 5], [0, 1, 1])],
     ]
-    assert len({data.fingerprint(other) for other in [base, *others]}) == 5
+    assert len({fingerprint(other) for other in [base, *others]}) == 5
 
 
 # ---------------------------------------------------------------------------------------------- the demo
@@ -1327,7 +1331,7 @@ def test_the_demo_is_what_its_header_says() -> None:
     """Of the embedded model, large enough to train on, and rendered as evaluation renders it."""
     tokenizer = hub.load_tokenizer(hub.resolve(hub.DEFAULT))
     loaded = load(data.DEMO, tokenizer, len(tokenizer))
-    assert not loaded.skipped, loaded.said
+    assert not loaded.skipped, loaded.skipped_note
     header = loaded.header
     assert header is not None
     assert header["target"] == hub.DEFAULT

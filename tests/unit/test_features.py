@@ -34,8 +34,8 @@ from specdec.drafter.batch import Batch
 from specdec.measure import records
 from specdec.model.target import CausalLM
 from specdec.training import data, features
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures, StoredFeatures, Writer, extract, identity
+from specdec.training.samples import Sample
 
 TRAIN = CONF.parent / "train"
 LISTS = [(), (0,), (4,), (1, 3), (3, 1), (0, 1, 2, 3, 4)]

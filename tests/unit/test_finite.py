@@ -21,8 +21,8 @@ from specdec.model.target import CausalLM, is_finite
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
 from specdec.policy.cost_table import CostTable
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.table import TableLM
 
 NAN = float("nan")
@@ -162,7 +162,7 @@ def test_adaptive_verification_hides_no_drafter_without_numbers(
     """The policy would verify nothing of such a draft, and nobody would ever hear of it."""
     target = CausalLM("tiny-qwen3", "float32", "cpu")
     costs = CostTable([1, 4], [0, 1, 3], [[0.01, 0.011, 0.013], [0.011, 0.014, 0.02]], [[0.0, 0.001, 0.003]] * 2, {})
-    deciding = Adaptive(costs, 3, 3, auto=False, trims=True, num_confidence_features=1)
+    deciding = Adaptive(costs, 3, 3, auto=False, prunes=True, num_confidence_features=1)
     run = engine(target, "draft_model", policy=deciding, model=spoiled, **DRAFTED["draft_model, drawn"])
     requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
     one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", "not finite")

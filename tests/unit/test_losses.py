@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.drafter import losses
-from specdec.drafter.losses import HITS, LOSS, OVERLAP, ROWS, Teacher
+from specdec.drafter.losses import RowSums, Teacher
 
+# columns of a table of sums
+LOSS, HITS, OVERLAP, ROWS = map(RowSums._fields.index, ("loss_K", "hits_K", "overlap_K", "rows_K"))
 NUM_TAUGHT = 40
 VOCAB = 29
 DRAFT = 17
@@ -53,10 +55,10 @@ class Case:
         index[self.ids] = torch.arange(num_draft)
         label_Q = index[self.logits_QV.argmax(-1)]
         # as in training: 0 where the likeliest token can't be drafted, and samples that weigh less
-        count_Q = (label_Q >= 0) * torch.from_numpy(rng.choice([0.0, 0.25, 1.0], num_taught)).float()
+        weight_Q = (label_Q >= 0) * torch.from_numpy(rng.choice([0.0, 0.25, 1.0], num_taught)).float()
         self.teacher = Teacher(
             state_QD, self.whole_VD[self.ids], self.bias_V[self.ids] if bias else None, CAPS[cap],
-            self.logits_QV.logsumexp(-1), label_Q, index[torch.from_numpy(rng.integers(0, VOCAB, num_taught))], count_Q,
+            self.logits_QV.logsumexp(-1), label_Q, index[torch.from_numpy(rng.integers(0, VOCAB, num_taught))], weight_Q,
         )  # fmt: skip
         shares = (1.0, 0.7, 0.4, 0.0)  # rows of every step; the last has none
         self.labelled = [np.flatnonzero(rng.random(num_taught) < share) for share in shares]
@@ -72,7 +74,7 @@ class Case:
         hidden = [h.clone().requires_grad_() for h in self.hidden]
         loss, sums, hits = function(hidden, self.labelled, weight, self.teacher, self.step_weight, terms, cap)
         (scale * loss).backward()
-        found = {"loss": loss.detach(), "sums": sums, "hits": torch.cat(hits)}
+        found = {"loss": loss.detach(), "sums": torch.stack(sums, 1), "hits": torch.cat(hits)}
         found |= {f"gradient of step {k}": torch.zeros_like(h) if h.grad is None else h.grad for k, h in enumerate(hidden)}
         assert (weight.grad is None) == frozen
         return found if weight.grad is None else found | {"gradient of the head": weight.grad}
@@ -127,15 +129,15 @@ def test_the_data_alone_teach_without_the_target() -> None:
         case.teacher = teacher
         got = case.run(losses.distill, terms)
         labelled = [len(places) > 0 for places in case.labelled]
-        assert got["sums"][labelled, losses.OVERLAP].isnan().all()
+        assert got["sums"][labelled, OVERLAP].isnan().all()
         agree(
-            got | {"sums": got["sums"][:, [losses.LOSS, losses.HITS, losses.ROWS]]},
-            want | {"sums": want["sums"][:, [losses.LOSS, losses.HITS, losses.ROWS]]},
+            got | {"sums": got["sums"][:, [LOSS, HITS, ROWS]]},
+            want | {"sums": want["sums"][:, [LOSS, HITS, ROWS]]},
         )
     case.teacher = whole
     with torch.no_grad():  # as when it is validated
         sums = losses.distill(case.hidden, case.labelled, case.weight_VD, whole, case.step_weight, terms)[1]
-    torch.testing.assert_close(sums, want["sums"])
+    torch.testing.assert_close(torch.stack(sums, 1), want["sums"])
 
 
 @pytest.mark.parametrize(("block", "strip"), [(1, 1), (300, 40), (300, 10**6), (1000, 60), (10**6, 100)])
@@ -223,7 +225,7 @@ def test_the_loss_in_words(terms: dict[str, float]) -> None:
             # what rejection sampling accepts: a token that can't be drafted has q = 0
             overlap = sum(min(whole[token], b) for token, b in zip(case.ids.tolist(), q, strict=True))
             hit = case.ids[int(np.argmax(q))] == case.logits_QV[place].argmax()
-            sums += np.array([loss * case.teacher.count_Q[place].item(), float(hit), overlap, 1.0])
+            sums += np.array([loss * case.teacher.weight_Q[place].item(), float(hit), overlap, 1.0])
         np.testing.assert_allclose(found["sums"][k].numpy(), sums, rtol=1e-5, atol=1e-5)
         total += case.step_weight[k] * sums[LOSS]
     assert found["loss"].item() == pytest.approx(total, rel=1e-5)
@@ -264,7 +266,7 @@ def test_a_row_that_teaches_nothing_leaves_no_gradient() -> None:
     case = Case()
     found = case.run(losses.distill, MIXES[3])
     for k, places in enumerate(case.labelled):
-        silent = (case.teacher.count_Q[torch.from_numpy(places)] == 0).numpy()
+        silent = (case.teacher.weight_Q[torch.from_numpy(places)] == 0).numpy()
         assert (found[f"gradient of step {k}"].abs().sum(-1) == 0).numpy().tolist() == silent.tolist()
 
 

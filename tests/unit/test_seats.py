@@ -324,7 +324,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "rejection scheme block": lambda: rejection.build("block")(TREE, P_BJV, U_BJ),
     "rejection scheme match": lambda: rejection.build("match")(TREE, P_BJV, U_BJ),
     "rejection scheme synthetic": lambda: rejection.build("synthetic", 3, synthetic_acceptance_length=2.0)(TREE, P_BJV, U_BJ),
-    "an adaptive policy": lambda: Adaptive(COSTS, 3, 2, auto=False, trims=True).verify_lengths(np.arange(2), TREE),
+    "an adaptive policy": lambda: Adaptive(COSTS, 3, 2, auto=False, prunes=True).verify_lengths(np.arange(2), TREE),
     "measuring costs": lambda: PaddedProposer(Fixed(), 3).propose(CONTEXT),
     "decoding with 2 processes": lambda: require_chain(TREE, "decoding with 2 processes"),
 }

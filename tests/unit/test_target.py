@@ -23,8 +23,8 @@ from specdec.model.kv import SlotCache
 from specdec.model.packed_linear import PackedLinear, can_pack
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.data import Sample
 from specdec.training.features import OnlineFeatures
+from specdec.training.samples import Sample
 from support.architectures import CASES, LONGROPE, NO_WIDTH, Case, generated, make, prompts
 
 CPU = torch.device("cpu")

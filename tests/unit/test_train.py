@@ -34,14 +34,17 @@ from specdec.core import Request
 from specdec.drafter import unroll
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch
+from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.measure import stats
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training import data, loop
-from specdec.training.data import Sample
+from specdec.training import data, loop, state
+from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.features import OnlineFeatures
-from specdec.training.loop import Settings, fit
+from specdec.training.loop import fit
+from specdec.training.samples import Sample, batch_indices, split_validation
+from specdec.training.settings import Settings
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, Done, call, contents, ended, rows_of
 from support.drafters import REDUCED
 from support.targets import loaded
@@ -119,7 +122,7 @@ def test_the_loss_is_the_mean_over_tokens_or_over_samples(kind: str, tmp_path: P
     objective = {"feature_noise": 0.0} if kind == "eagle" else {}
     how: dict[str, Any] = {"max_steps": 1, "global_batch_size": 5}
     drafter = learner(kind, **objective)
-    picked = [SAMPLES[i] for i in data.batch_indices(0, len(SAMPLES), 5, 0)]
+    picked = [SAMPLES[i] for i in batch_indices(0, len(SAMPLES), 5, 0)]
     losses = [drafter.loss(online(kind)([own]))[0].item() for own in picked]
     counts = [int(own.mask_n[2:].sum()) for own in picked]
     assert len(set(counts)) > 1
@@ -143,7 +146,7 @@ def test_an_epoch_sees_every_sample_once(tmp_path: Path) -> None:
     assert by_step[:2] != by_step[2:], "every epoch has an order of its own"
     assert [row["epoch"] for row in done.rows] == [0.5, 1.0, 1.5, 2.0]
     for step, ids in enumerate(by_step):
-        assert sorted(ids) == sorted(SAMPLES[i].id for i in data.batch_indices(step, len(SAMPLES), 7, 0))
+        assert sorted(ids) == sorted(SAMPLES[i].id for i in batch_indices(step, len(SAMPLES), 7, 0))
 
 
 def test_noise_is_another_in_every_step_and_run(tmp_path: Path) -> None:
@@ -340,7 +343,7 @@ def test_a_row_is_the_steps_since_the_row_before(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     """Weights and Adam's state stay, the step is counted, and metrics are those of the other steps."""
-    picked = [{SAMPLES[i].id for i in data.batch_indices(step, len(SAMPLES), 4, 0)} for step in range(3)]
+    picked = [{SAMPLES[i].id for i in batch_indices(step, len(SAMPLES), 4, 0)} for step in range(3)]
     bad = sorted(picked[1] - picked[0] - picked[2])[0]
     source = Watched(online("eagle3"), lambda name: name == bad)
     done = train(tmp_path, source=source, max_steps=3, save_every=1, keep=10)
@@ -373,7 +376,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finite in 2 steps in a row") as raised:
         train(tmp_path, source=source, max_steps=20, save_every=1, keep=10, max_nonfinite=2, more={"advance": advance})
     assert len(str(raised.value).splitlines()) == 1
-    assert all(SAMPLES[i].id in str(raised.value) for i in data.batch_indices(4, len(SAMPLES), 4, 0))
+    assert all(SAMPLES[i].id in str(raised.value) for i in batch_indices(4, len(SAMPLES), 4, 0))
     assert steps_in(tmp_path) == [1, 2, 3, 4]
     for step in steps_in(tmp_path):
         tensors = native.load(step_dir(tmp_path, step)).tensors
@@ -592,7 +595,7 @@ def kill_at(patch: pytest.MonkeyPatch, place: int) -> list[str]:
     for owner, names in (
         (Path, ("mkdir", "rename", "replace", "write_text", "symlink_to")),
         (shutil, ("rmtree",)),
-        (loop, ("save_file",)),
+        (state, ("save_file",)),
         (native, ("save_file",)),
     ):
         for name in names:
@@ -740,7 +743,7 @@ def test_half_a_checkpoint_is_cleaned_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("IoError: No space left")])
-@pytest.mark.parametrize("module", [loop, native], ids=["state", "weights"])
+@pytest.mark.parametrize("module", [state, native], ids=["state", "weights"])
 def test_a_full_disk(module: Any, error: Exception, tmp_path: Path) -> None:
     """One line; nothing half under a final name; what was there loads, and goes on once there is room."""
 
@@ -852,8 +855,8 @@ def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) 
     rows = rows_of(out_dir / "metrics.jsonl")
     path = next(word for word in arguments if word.startswith("data.path=")).partition("=")[2]
     read = data.load(path, target.tokenizer, target.vocab_size, 2048, None, "train")
-    prompts = loop.prompts_of(data.held_out(read.samples, 4)[1], 2)
-    for prompt, own in zip(prompts, data.held_out(read.samples, 4)[1], strict=False):
+    prompts = prompts_of(split_validation(read.samples, 4)[1], 2)
+    for prompt, own in zip(prompts, split_validation(read.samples, 4)[1], strict=False):
         assert prompt == own.token_n[: len(prompt)].tolist()
         assert own.mask_n[len(prompt)]
         assert not own.mask_n[: len(prompt)].any()
@@ -864,7 +867,7 @@ def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) 
     done = engine.run([Request(f"r{i}", ids, params) for i, ids in enumerate(prompts)])
     pooled = stats.pool([request.stats for request in done])
     proposer = method.build("eagle3", target, model=checkpoint, num_speculative_tokens=3)
-    found = loop.acceptance(target, proposer, rejection.build("standard"), prompts, 8)
+    found = acceptance(target, proposer, rejection.build("standard"), prompts, 8)
     assert {"mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position"} <= set(found)
     for key, value in found.items():
         assert value == pooled[key]
@@ -1340,7 +1343,7 @@ def test_checkpoints_that_do_not_fit(trained: Fitted, tmp_path: Path) -> None:
 
 def test_what_nobody_asked_for_is_none_in_the_metrics() -> None:
     """Training on the data's tokens alone makes no law of the target: NaN is no JSON."""
-    row = loop.per_step([[2.0, 1.0, float("nan"), 4.0, 1.0, 4.0, 4.0]])
+    row = LossSums.from_table(torch.tensor([[2.0, 1.0, float("nan"), 4.0, 1.0, 4.0, 4.0]])).metrics()
     assert row["one_minus_tv"] == [None]
     assert (row["step_loss"], row["accuracy"]) == ([0.5], [0.25])
     json.dumps(row, allow_nan=False)

@@ -30,18 +30,18 @@ def check_plan(lengths: list[int], mask_N: np.ndarray, num_steps: int) -> unroll
     plan = unroll.plan(np.array(lengths), mask_N, num_steps)
     want = [supervised(lengths, mask_N, k) for k in range(num_steps)]
     assert len(plan.steps) == num_steps
-    assert plan.first_A.tolist() == [sum(lengths[:d]) for d, length in enumerate(lengths) for _ in range(length)]
+    assert plan.first_N.tolist() == [sum(lengths[:d]) for d, length in enumerate(lengths) for _ in range(length)]
     assert plan.labelled.tolist() == sorted({p + 1 + k for k in range(num_steps) for p in want[k]})
     for k, step in enumerate(plan.steps):
         assert step.rows.tolist() == sorted(set().union(*want[k:])), "rows that are supervised now or later"
         assert step.rows[step.supervised].tolist() == want[k]
         assert plan.labelled[step.labelled].tolist() == [p + 1 + k for p in want[k]], "the position before the predicted token"
         if k == 0:
-            assert step.kept is None
+            assert step.from_prev is None
             assert step.prev_match.tolist() == [-1] * len(want[0])
             continue
-        assert step.kept is not None
-        assert plan.steps[k - 1].rows[step.kept].tolist() == step.rows.tolist()
+        assert step.from_prev is not None
+        assert plan.steps[k - 1].rows[step.from_prev].tolist() == step.rows.tolist()
         assert step.prev_match.tolist() == [want[k - 1].index(p) if p in want[k - 1] else -1 for p in want[k]]
     return plan
 

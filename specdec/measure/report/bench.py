@@ -6,19 +6,24 @@ from typing import Any
 
 from rich.table import Table
 
-from specdec.measure.report.table import number
+from specdec.measure.report.table import new_table, number
 
 
 def bench_tables(results: dict[str, Any]) -> list[Table]:
-    """The benchmark's three tables."""
+    """Our engine against Hugging Face's, batch sizes, and the suffix trie."""
+    return [_speed_table(results), _batch_table(results["batch"]), _trie_table(results["suffix"])]
+
+
+def _speed_table(results: dict[str, Any]) -> Table:
     machine = results["environment"]
     where = f"{machine['processor']}, torch {machine['torch']}, transformers {machine['transformers']}"
-    speed = Table(title=f"tokens/s, batch 1, prefill included ({where})", title_justify="left", header_style="bold")
-    heads = ("dtype", "threads", "ours", "tokens/s", "theirs", "tokens/s ")
-    for name in (*heads, "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"):
-        speed.add_column(name, justify="left" if name in ("dtype", "ours", "theirs") else "right")
+    heads = ["tokens/s", "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"]
+    table = new_table(f"tokens/s, batch 1, prefill included ({where})", ["dtype", "threads", "ours"], ["tokens/s"], wrap=True)
+    table.add_column("Hugging Face")
+    for head in heads:
+        table.add_column(head, justify="right")
     for line in results["speed"]:
-        speed.add_row(
+        table.add_row(
             line["dtype"],
             str(line["threads"]),
             line["ours"],
@@ -30,26 +35,31 @@ def bench_tables(results: dict[str, Any]) -> list[Table]:
             number(line["cpu_ratio"]),
             number(line["pooled_ratio"]),
         )
-    batch = Table(title="batches, and time outside forwards", title_justify="left", header_style="bold")
-    for name in ("dtype", "threads", "method", "batch size", "tokens/s", "outside forwards"):
-        batch.add_column(name, justify="left" if name in ("dtype", "method") else "right")
-    for line in results["batch"]:
-        batch.add_row(
+    return table
+
+
+def _batch_table(lines: list[dict[str, Any]]) -> Table:
+    heads = ["threads", "batch size", "tokens/s", "outside forwards"]
+    table = new_table("batches, and time outside forwards", ["dtype", "method"], heads)
+    for line in lines:
+        table.add_row(
             line["dtype"],
-            str(line["threads"]),
             line["method"],
+            str(line["threads"]),
             str(line["batch_size"]),
             number(line["tokens_per_s"], 1),
             number(100 * line["outside_forwards"], 1, " %"),
         )
-    trie = Table(title="suffix trie, one thread", title_justify="left", header_style="bold")
-    for name in ("cached tokens", "update, us/token", "propose, us", "bytes/token"):
-        trie.add_column(name, justify="right")
-    for line in results["suffix"]:
-        trie.add_row(
+    return table
+
+
+def _trie_table(lines: list[dict[str, Any]]) -> Table:
+    table = new_table("suffix trie, one thread", [], ["cached tokens", "update, us/token", "propose, us", "bytes/token"])
+    for line in lines:
+        table.add_row(
             f"{line['cached_tokens']:,}",
             number(line["update_us"], 1),
             number(line["propose_us"], 1),
             number(line["bytes_per_token"], 0),
         )
-    return [speed, batch, trie]
+    return table

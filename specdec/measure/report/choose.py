@@ -9,22 +9,17 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from specdec.files import writing
-from specdec.measure.report.figure import log_axis, pyplot
-from specdec.measure.report.table import median_and_p99, number
+from specdec.measure.report.figure import log_scale, saved_figure
+from specdec.measure.report.table import median_and_p99, new_table, number, percent
+
+Numbers = dict[str, Any]  # of a run at a rate, or of a run
+_GAIN_HEADS = ("K", "gain, low", "gain, high", "decoding gain (predicted)", "outputs")
+_MARKERS = "os^vD<>P*Xhp"
 
 
 def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the method-selection table. Two numbers in a cell are of the lowest and the highest rate; those of
     times are medians."""
-    low, high = summary["levels"][0], summary["levels"][-1]
-
-    def both(own: dict[str, Any], number: Callable[[dict[str, Any]], str]) -> str:
-        return f"{number(own['at'][low])} | {number(own['at'][high])}"
-
-    def median(key: str, scale: float, digits: int) -> Callable[[dict[str, Any]], str]:
-        return lambda n: "-" if n[key] is None else number(scale * n[key]["median"], digits)
-
     header = [
         "run",
         "K",
@@ -35,49 +30,56 @@ def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "predicted",
         "ratio",
         "decoding gain (predicted)",
-        "first token, s",
-        "between, ms",
+        "TTFT, s",
+        "ITL, ms",
         "MAL",
         "wasted",
         "outputs",
     ]
-    lines = []
-    for name, own in summary["runs"].items():
-        gains = ["{ratio:.2f} ({low:.2f} to {high:.2f})".format(**own[key]) for key in ("gain_low", "gain_high")]
-        lines.append(
-            [
-                name,
-                str(own["num_speculative_tokens_said"]),
-                *(gains if name != summary["plain"] else ("1", "1")),
-                both(own, lambda n: number(n["output_tokens_per_s"], 1)),
-                both(own, lambda n: number(n["decode_tokens_per_s"], 1)),
-                both(own, lambda n: number(n["predicted_tokens_per_s"], 1)),
-                both(own, lambda n: number(n["measured_over_predicted"])),
-                " | ".join(
-                    f"{number(decoding_gain(summary, name, level, 'decode'))} "
-                    f"({number(decoding_gain(summary, name, level, 'predicted'))})"
-                    for level in (low, high)
-                )
-                if name != summary["plain"]
-                else "1",
-                both(own, median("time_to_first_token_s", 1, 2)),
-                both(own, median("inter_token_s", 1e3, 0)),
-                both(own, lambda n: number(n["mean_acceptance_length"])),
-                both(own, lambda n: "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}"),
-                own["outputs"],
-            ]
-        )
-    return header, lines
+    return header, [_choose_line(summary, name, run) for name, run in summary["runs"].items()]
+
+
+def _choose_line(summary: dict[str, Any], name: str, run: Numbers) -> list[str]:
+    low = summary["levels"][0]
+    high = summary["levels"][-1]
+    is_plain = name == summary["plain"]
+
+    def both(cell: Callable[[Numbers], str]) -> str:
+        return f"{cell(run['at'][low])} | {cell(run['at'][high])}"
+
+    def median(key: str, scale: float, digits: int) -> Callable[[Numbers], str]:
+        return lambda n: "-" if n[key] is None else number(scale * n[key]["median"], digits)
+
+    def gain_and_predicted(level: str) -> str:
+        measured = decoding_gain(summary, name, level, "decode")
+        return f"{number(measured)} ({number(decoding_gain(summary, name, level, 'predicted'))})"
+
+    gains = ["{ratio:.2f} ({low:.2f} to {high:.2f})".format(**run[key]) for key in ("gain_low", "gain_high")]
+    return [
+        name,
+        run["num_speculative_tokens_said"],
+        *(["1", "1"] if is_plain else gains),
+        both(lambda n: number(n["output_tokens_per_s"], 1)),
+        both(lambda n: number(n["decode_tokens_per_s"], 1)),
+        both(lambda n: number(n["predicted_tokens_per_s"], 1)),
+        both(lambda n: number(n["measured_over_predicted"])),
+        "1" if is_plain else f"{gain_and_predicted(low)} | {gain_and_predicted(high)}",
+        both(median("time_to_first_token_s", 1, 2)),
+        both(median("inter_token_s", 1e3, 0)),
+        both(lambda n: number(n["mean_acceptance_length"])),
+        both(lambda n: percent(n["wasted_share"])),
+        run["outputs"],
+    ]
 
 
 def decoding_gain(summary: dict[str, Any], name: str, level: str, which: str) -> float | None:
     """Tokens/s of decode steps over those of plain decoding, as measured (`decode`) or `predicted`."""
-    own, plain = (summary["runs"][run]["at"][level][f"{which}_tokens_per_s"] for run in (name, summary["plain"]))
-    return own / plain if own and plain else None
+    rate, plain_rate = (summary["runs"][run]["at"][level][f"{which}_tokens_per_s"] for run in (name, summary["plain"]))
+    return rate / plain_rate if rate and plain_rate else None
 
 
 def describe_rate(level: str, summary: dict[str, Any]) -> str:
-    """A rate in words."""
+    """A request rate for people."""
     if level == "one":
         return "one request at a time"
     if level == "all":
@@ -86,54 +88,36 @@ def describe_rate(level: str, summary: dict[str, Any]) -> str:
 
 
 def choose_caption(summary: dict[str, Any]) -> str:
-    low, high = (describe_rate(summary["levels"][place], summary) for place in (0, -1))
+    low = describe_rate(summary["levels"][0], summary)
+    high = describe_rate(summary["levels"][-1], summary)
     plain = summary["plain"]
     return (
-        f"low: {low}; high: {high}. gain, low: mean time from arrival to last token of {plain} over the run's own (95 % "
-        f"bootstrap interval over requests); gain, high: output tokens per second of the engine's time over those of {plain}, "
-        "likewise. tokens/s: of all time, prefill included; decoding: of the steps after it alone, as measured; predicted: "
-        "of the same steps by the measured costs; ratio: measured over predicted. What all runs have in common in it is "
-        "the machine, faster or "
-        "slower than while costs were measured; it cancels in the gain of decoding, low | high. first token: from "
-        "arrival; between: from a request's tokens to its next, which come in pieces. MAL: mean acceptance length. "
-        f"wasted: drafted tokens that did not stand. outputs: requests whose tokens equal those of {plain}, or by what "
-        "right they are the target's."
+        f"low: {low}; high: {high}. gain, low: mean end-to-end latency of {plain} over that of the run (95 % bootstrap "
+        f"interval over requests); gain, high: output tokens per second of engine time over those of {plain}, likewise. "
+        "tokens/s: of all time, prefill included; decoding: of decode steps alone, as measured; predicted: of the same steps "
+        "by the measured costs; ratio: measured over predicted. A machine that is faster or slower than while costs were "
+        "measured changes the ratio of all runs alike; it cancels in the decoding gain, low | high. TTFT: time to first token, "
+        "from arrival; ITL: inter-token latency, one gap per step; E2E: end-to-end latency; MAL: mean acceptance length; "
+        f"wasted: share of the draft tokens that were not accepted. outputs: requests whose tokens equal those of {plain}, or "
+        "in which sense the output is the target's."
     )
-
-
-_GAINS = ("run", "K", "gain, low", "gain, high", "decoding gain (predicted)", "outputs")
 
 
 def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
     """The gains, a line per run; and what they come from, a line per rate and run."""
-    gains = Table(title=title, title_justify="left", header_style="bold")
     header, lines = choose_cells(summary)
-    shown = [place for place, name in enumerate(header) if name in _GAINS]
-    for place in shown:
-        gains.add_column(header[place], justify="left" if place == 0 else "right", no_wrap=True)
+    gains = new_table(title, ["run"], _GAIN_HEADS)
     for line in lines:
-        gains.add_row(*(line[place] for place in shown))
-    grid = Table(title="by rate", title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
-    grid.add_column("rate", no_wrap=True)
-    grid.add_column("run", no_wrap=True)
-    for name in (
-        "tokens/s",
-        "decoding",
-        "predicted",
-        "ratio",
-        "first token, s",
-        "between, ms",
-        "whole, s",
-        "batch",
-        "MAL",
-        "tokens/step",
-        "wasted",
-    ):
-        grid.add_column(name, justify="right")
+        gains.add_row(line[0], *(line[header.index(head)] for head in _GAIN_HEADS))
+    heads = ["tokens/s", "decoding", "predicted", "ratio", "TTFT, s", "ITL, ms", "E2E, s", "batch", "MAL", "tokens/step"]
+    caption = f"a / b: median / 99th percentile. {choose_caption(summary)}"
+    by_rate = new_table("by rate", ["rate", "run"], [], caption)
+    for head in (*heads, "wasted"):
+        by_rate.add_column(head, justify="right")
     for level in summary["levels"]:
-        for place, (name, own) in enumerate(summary["runs"].items()):
-            n = own["at"][level]
-            grid.add_row(
+        for place, (name, run) in enumerate(summary["runs"].items()):
+            n = run["at"][level]
+            by_rate.add_row(
                 level if place == 0 else "",
                 name,
                 number(n["output_tokens_per_s"], 1),
@@ -146,60 +130,65 @@ def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
                 number(n["mean_batch_size"], 1),
                 number(n["mean_acceptance_length"]),
                 number(n["tokens_per_step"]),
-                "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}",
-                end_section=place == len(summary["runs"]) - 1,
+                percent(n["wasted_share"]),
             )
-    grid.caption = f"a / b: median / 99th percentile. {choose_caption(summary)}"
-    return [gains, grid]
+        by_rate.add_section()
+    return [gains, by_rate]
 
 
 def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
     """Latency and time per token against the rate, a line per run; gains at the lowest and the highest rate."""
-    plt = pyplot()
-    runs, levels = summary["runs"], summary["levels"]
-    palette = plt.get_cmap("tab10" if len(runs) <= 11 else "tab20")
-    speculating = [name for name in runs if name != summary["plain"]]
-    colour = {name: palette(i % palette.N) for i, name in enumerate(speculating)} | {summary["plain"]: "black"}
-    marks = dict(zip(runs, "os^vD<>P*Xhp" * (1 + len(runs) // 12), strict=False))
-    figure, axes = plt.subplots(1, 3, figsize=(16, 5.2), constrained_layout=True, width_ratios=[1, 1, 1.15])
-    figure.suptitle(title)
+    runs = summary["runs"]
+    plain = summary["plain"]
+    speculating = [name for name in runs if name != plain]
+    with saved_figure(path, title, 1, 3, (16, 5.2), width_ratios=[1, 1, 1.15]) as (plt, figure, axes):
+        palette = plt.get_cmap("tab10" if len(runs) <= 11 else "tab20")
+        colours = {name: palette(i % palette.N) for i, name in enumerate(speculating)} | {plain: "black"}
+        for axis, key, panel, scale, unit in (
+            (axes[0], "end_to_end_s", "End-to-end latency, mean", 1.0, "seconds"),
+            (axes[1], "time_per_output_token_s", "Time per output token after the first, mean", 1e3, "milliseconds"),
+        ):
+            _plot_against_rate(axis, summary, colours, key, scale)
+            axis.set(xlabel="request rate", ylabel=unit, title=panel)
+        _plot_gains(axes[2], {name: runs[name] for name in speculating}, colours)
+        axes[2].set_title(f"Gain over {plain}")
+        handles = axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=min(len(runs), 8), fontsize=9)
+    return path
+
+
+def _plot_against_rate(axis: Any, summary: dict[str, Any], colours: dict[str, Any], key: str, scale: float) -> None:
+    """The mean of a latency, a line per run."""
+    levels = summary["levels"]
     place = np.arange(len(levels))
-    said = {"one": "one at\na time", "all": "all at\nonce"}
-    for axis, key, what, scale, unit in (
-        (axes[0], "end_to_end_s", "From arrival to last token, mean", 1.0, "seconds"),
-        (axes[1], "time_per_output_token_s", "Per output token after the first, mean", 1e3, "milliseconds"),
-    ):
-        for name, own in runs.items():
-            values = [np.nan if (n := own["at"][level][key]) is None else scale * n["mean"] for level in levels]
-            width = 2.5 if name == summary["plain"] else 1.4
-            axis.plot(place, values, marker=marks[name], markersize=5, color=colour[name], linewidth=width, label=name)
-        log_axis(axis, "y")
-        axis.set_xticks(place, [said.get(level, f"{level} x plain\ncapacity") for level in levels])
-        axis.set_xlabel("request rate")
-        axis.set_ylabel(unit)
-        axis.set_title(what)
-    axis = axes[2]
-    place = np.arange(len(speculating))
+    for i, (name, run) in enumerate(summary["runs"].items()):
+        values = [np.nan if (n := run["at"][level][key]) is None else scale * n["mean"] for level in levels]
+        width = 2.5 if name == summary["plain"] else 1.4
+        marker = _MARKERS[i % len(_MARKERS)]
+        axis.plot(place, values, marker=marker, markersize=5, color=colours[name], linewidth=width, label=name)
+    log_scale(axis, "y")
+    labels = {"one": "one at\na time", "all": "all at\nonce"}
+    axis.set_xticks(place, [labels.get(level, f"{level} x plain\ncapacity") for level in levels])
+
+
+def _plot_gains(axis: Any, runs: dict[str, Numbers], colours: dict[str, Any]) -> None:
+    """Two bars per run, with intervals."""
+    place = np.arange(len(runs))
     for offset, key, label, hatch in (
         (-0.2, "gain_low", "low rate: latency", None),
         (0.2, "gain_high", "high rate: tokens/s", "//"),
     ):
-        heights = [runs[name][key]["ratio"] for name in speculating]
-        bars = axis.bar(place + offset, heights, 0.38, color=[colour[n] for n in speculating], hatch=hatch, edgecolor="white")
+        gains = [run[key] for run in runs.values()]
+        heights = [gain["ratio"] for gain in gains]
+        bars = axis.bar(place + offset, heights, 0.38, color=[colours[n] for n in runs], hatch=hatch, edgecolor="white")
         # an interval of few requests may leave out their own ratio
-        below = [max(runs[name][key]["ratio"] - runs[name][key]["low"], 0) for name in speculating]
-        above = [max(runs[name][key]["high"] - runs[name][key]["ratio"], 0) for name in speculating]
+        below = [max(gain["ratio"] - gain["low"], 0) for gain in gains]
+        above = [max(gain["high"] - gain["ratio"], 0) for gain in gains]
         axis.errorbar(place + offset, heights, yerr=[below, above], fmt="none", color="black", capsize=2, linewidth=0.8)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
         axis.bar_label(bars, [f"{height:.2f}" for height in heights], label_type="center", fontsize=7, bbox=box)
         axis.bar([0], [0], color="grey", hatch=hatch, edgecolor="white", label=label)
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(place, speculating, rotation=35, ha="right")
+    axis.set_xticks(place, runs, rotation=35, ha="right")
     axis.set_ylim(top=1.2 * axis.get_ylim()[1])
     axis.legend(fontsize=8, loc="upper left", ncols=2)
-    axis.set_title(f"Gain over {summary['plain']}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 8), fontsize=9)
-    with writing(path):
-        figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path

@@ -9,76 +9,64 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+MIN_WIDTH = 160  # of output that is no terminal, such as a file
+
+
+def _progress(before: str | None, after: str | None, visible: bool = True) -> Progress:
+    """Bars on stderr with rich's markup before and after them."""
+    bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = [*([TextColumn(before)] if before else []), *bar, *([TextColumn(after)] if after else [])]
+    return Progress(*columns, console=Console(stderr=True), disable=not visible)
+
 
 @contextlib.contextmanager
 def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr for each name, `done` of `total` through; yields a function that advances the named one by one."""
-    columns = (
-        TextColumn("{task.description:>12}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
-        places = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
-        yield lambda name: bars.advance(places[name])
+    """A bar for each name, of which `done` of `total` are done; yields a function that advances the bar of a name by one."""
+    with _progress("{task.description:>12}", None, visible) as bars:
+        tasks = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
+        yield lambda name: bars.advance(tasks[name])
 
 
 @contextlib.contextmanager
 def one_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """A bar on stderr; yields a function that advances it by one, and says words behind it if some are given. total None: it
-    is not known how much there is."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[said]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        place = bars.add_task(label, total=total, said="")
+    """A bar; yields a function (count=1, note=None) that advances it and sets the note behind it. total: None if unknown."""
+    with _progress("{task.description}", "{task.fields[note]}") as bars:
+        task = bars.add_task(label, total=total, note="")
 
-        def advance(count: int = 1, said: str | None = None) -> None:
-            bars.advance(place, count)
-            if said is not None:
-                bars.update(place, said=said)
+        def advance(count: int = 1, note: str | None = None) -> None:
+            bars.advance(task, count)
+            if note is not None:
+                bars.update(task, note=note)
 
         try:
             yield advance
-        except ValueError:  # what could not begin ends with one line, and no empty bar above it
-            bars.update(place, visible=bool(bars.tasks[0].completed))
+        except ValueError:  # the error is one line, without an empty bar above it
+            bars.update(task, visible=bool(bars.tasks[0].completed))
             raise
 
 
 @contextlib.contextmanager
-def steps(total: int, visible: bool = True) -> Iterator[tuple[Callable[[int], None], Callable[[dict[str, Any]], None]]]:
-    """A bar on stderr over the optimiser steps; yields a function that advances it, and one that shows a row of metrics."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), disable=not visible) as bars:
-        place = bars.add_task("", total=total)
+def training_progress(
+    total: int, visible: bool = True
+) -> Iterator[tuple[Callable[[int], None], Callable[[dict[str, Any]], None]]]:
+    """A bar over the optimiser steps; yields a function that advances it, and one that shows a row of metrics behind it."""
+    with _progress(None, "{task.description}", visible) as bars:
+        task = bars.add_task("", total=total)
         latest: dict[str, str] = {}
 
         def show_row(row: dict[str, Any]) -> None:
             for key, label in (("loss", "loss"), ("val_loss", "val"), ("mean_acceptance_length", "accepts")):
                 if row.get(key) is not None:
                     latest[label] = f"{label} {row[key]:.3f}"
-            bars.update(place, description="  ".join(latest.values()))
+            bars.update(task, description="  ".join(latest.values()))
 
-        yield lambda count: bars.advance(place, count), show_row
+        yield lambda count: bars.advance(task, count), show_row
 
 
 def show(*parts: Any) -> None:
-    """Print for people; wide enough for a table when the output is a file."""
-    console = Console(highlight=False, markup=False)  # what users wrote may look like markup
+    """Print tables and lines."""
+    console = Console(highlight=False, markup=False)  # a user's words may look like markup
     if not console.is_terminal:
-        console.width = max(console.width, 160)
+        console.width = max(console.width, MIN_WIDTH)
     for part in parts:
         console.print(part)
-
-
-def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """A table for a README. Bars inside cells become slashes."""
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from specdec.files import writing
 
-def pyplot() -> Any:
-    """matplotlib without a screen, taking users' words as words ($ is no formula)."""
+
+@contextlib.contextmanager
+def saved_figure(
+    path: Path, title: str | None, rows: int, columns: int, size: tuple[float, float], **layout: Any
+) -> Iterator[Any]:
+    """Yield (pyplot, figure, axes) to draw into, and save the figure as a PNG at the end. size: width and height in inches."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False
+    matplotlib.use("Agg")  # no screen
+    matplotlib.rcParams["text.parse_math"] = False  # a $ in a user's words is no formula
     import matplotlib.pyplot as plt
 
-    return plt
+    figure, axes = plt.subplots(rows, columns, figsize=size, constrained_layout=True, **layout)
+    try:
+        if title is not None:
+            figure.suptitle(title)
+        yield plt, figure, axes
+        with writing(path):
+            figure.savefig(path, dpi=110)
+    finally:
+        plt.close(figure)
 
 
-def log_axis(axis: Any, which: str) -> None:
-    """A logarithmic axis with plain numbers on it."""
+def log_scale(axis: Any, which: str) -> None:
+    """A logarithmic scale with plain numbers on it. which: "x" or "y"."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    getattr(axis, f"set_{which}scale")("log")
-    own = getattr(axis, f"{which}axis")
-    own.set_minor_locator(LogLocator(subs=(2, 5)))
-    for set_formatter in (own.set_major_formatter, own.set_minor_formatter):
+    axis.set(**{f"{which}scale": "log"})
+    scale = axis.xaxis if which == "x" else axis.yaxis
+    scale.set_minor_locator(LogLocator(subs=(2, 5)))
+    for set_formatter in (scale.set_major_formatter, scale.set_minor_formatter):
         set_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.tick_params(axis=which, which="minor", labelsize=8)
+
+
+def integer_ticks(axis: Any) -> None:
+    """Ticks of the x axis at whole numbers only."""
+    axis.xaxis.get_major_locator().set_params(integer=True)

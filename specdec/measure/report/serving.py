@@ -9,33 +9,28 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from specdec.files import writing
 from specdec.measure import stats
-from specdec.measure.report.figure import log_axis, pyplot
-from specdec.measure.report.table import median_and_p99, number
+from specdec.measure.report.figure import integer_ticks, log_scale, saved_figure
+from specdec.measure.report.table import median_and_p99, new_table, number, percent
+from specdec.measure.stats import RequestTiming
 
 
 def load_table(summary: dict[str, Any], title: str) -> Table:
     """A line per phase of the request rate, and one for all."""
-    grid = Table(title=title, title_justify="left", header_style="bold", caption_justify="left", caption_style="dim")
-    grid.add_column("phase", no_wrap=True)
-    for name in (
-        "requests",
-        "came /s",
-        "served /s",
-        "tokens/s",
-        "first token, s",
-        "between, ms",
-        "per token, ms",
-        "whole, s",
-        "batch",
-        "MAL",
-        "wasted",
-    ):
-        grid.add_column(name, justify="right", no_wrap=True)
-    lines = [*summary["phases"].items(), ("all", summary["overall"])]
-    for place, (name, n) in enumerate(lines):
-        grid.add_row(
+    caption = (
+        "a / b: median / 99th percentile. offered, served: requests per second. Latencies are measured from when a request was "
+        "due, waiting included: TTFT: time to first token; ITL: inter-token latency, the gaps between the tokens of a request, "
+        "several of which may be emitted at once, one gap per step; TPOT: time per output token, of each request over its "
+        "tokens; E2E: end-to-end latency. A phase has the latencies of the requests that arrived in it, and the throughput of "
+        "all requests in that time. batch: mean rows of a step; MAL: mean acceptance length; wasted: share of the draft tokens "
+        "that were not accepted."
+    )
+    heads = ["requests", "offered /s", "served /s", "tokens/s", "TTFT, s", "ITL, ms", "TPOT, ms", "E2E, s", "batch", "MAL"]
+    table = new_table(title, ["phase"], [*heads, "wasted"], caption)
+    for name, n in [*summary["phases"].items(), ("all", summary["overall"])]:
+        if name == "all":
+            table.add_section()
+        table.add_row(
             name,
             str(n["num_requests"]),
             number(n["offered_requests_per_s"]),
@@ -47,76 +42,73 @@ def load_table(summary: dict[str, Any], title: str) -> Table:
             median_and_p99(n["end_to_end_s"]),
             number(n["mean_batch_size"]),
             number(n["mean_acceptance_length"]),
-            "-" if n["wasted_share"] is None else f"{n['wasted_share']:.0%}",
-            end_section=place == len(lines) - 2,
+            percent(n["wasted_share"]),
             style="bold" if name == "all" else None,
         )
-    grid.caption = (
-        "a / b: median / 99th percentile. came, served: requests per second. Everything is measured from when a request was "
-        "due, waiting included. between: from a request's tokens to its next ones, which come in pieces, one per step; per "
-        "token: of each request, over its tokens. A phase has the requests that arrived in it, and the tokens and requests "
-        "that came out meanwhile. batch: mean rows of a step; MAL: mean acceptance length; wasted: drafted tokens that did "
-        "not stand."
-    )
-    return grid
+    return table
 
 
 def plot_load(
-    served: list[stats.RequestTiming], turns: Iterable[dict[str, Any]], edges: list[float], title: str, path: Path
+    timings: list[RequestTiming], steps: Iterable[dict[str, Any]], edges: list[float], title: str, path: Path
 ) -> Path:
     """Four panels over the run: latencies by arrival, requests waiting and running, gaps between tokens, share of steps by
-    batch size. edges: where the request rate changes."""
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(13, 8), constrained_layout=True)
-    figure.suptitle(title)
+    batch size.
 
-    axis = axes[0, 0]
-    at = [one.arrival_s for one in served]
-    axis.scatter(at, [one.end_to_end for one in served], s=14, color="C0", label="whole answer")
-    axis.scatter(at, [one.time_to_first_token for one in served], s=14, color="C1", label="first token")
-    log_axis(axis, "y")
-    axis.set_ylabel("seconds")
-    axis.set_xlabel("arrival, s")
-    axis.set_title("Latency from arrival")
+    timings: of the finished requests.
+    steps: rows of steps.jsonl.
+    edges: seconds at which the request rate changes.
+    title, path: of the figure.
+    """
+    last_s = max(timing.finished_s for timing in timings)
+    with saved_figure(path, title, 2, 2, (13, 8)) as (_, _, axes):
+        _plot_latency(axes[0, 0], timings)
+        _plot_occupancy(axes[0, 1], list(steps))
+        for axis in axes[0]:
+            axis.set_xlim(0, 1.02 * last_s)
+            for edge in edges:
+                axis.axvline(edge, color="black", linewidth=0.8, linestyle=":")
+        _plot_token_gaps(axes[1, 0], timings)
+        _plot_batch_sizes(axes[1, 1], timings)
+    return path
+
+
+def _plot_latency(axis: Any, timings: list[RequestTiming]) -> None:
+    arrival_s = [timing.arrival_s for timing in timings]
+    axis.scatter(arrival_s, [timing.end_to_end for timing in timings], s=14, color="C0", label="end to end")
+    axis.scatter(arrival_s, [timing.time_to_first_token for timing in timings], s=14, color="C1", label="first token")
+    log_scale(axis, "y")
+    axis.set(xlabel="arrival, s", ylabel="seconds", title="Latency from arrival")
     axis.legend(fontsize=8)
 
-    axis = axes[0, 1]
-    lines = list(turns)
-    if lines:
-        time_at = [0.0, *(line["at_s"] for line in lines)]
-        axis.step(time_at, [0, *(line["waiting"] for line in lines)], where="post", color="C3", label="waiting", linewidth=1)
-        axis.step(time_at, [0, *(line["running"] for line in lines)], where="post", color="C2", label="running", linewidth=1)
+
+def _plot_occupancy(axis: Any, steps: list[dict[str, Any]]) -> None:
+    if steps:
+        at_s = [0.0, *(step["at_s"] for step in steps)]
+        for key, colour in (("waiting", "C3"), ("running", "C2")):
+            axis.step(at_s, [0, *(step[key] for step in steps)], where="post", color=colour, label=key, linewidth=1)
         axis.legend(fontsize=8)
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("seconds")
-    axis.set_title("Requests in the engine")
-    for axis in axes[0]:
-        axis.set_xlim(0, 1.02 * max(one.finished_s for one in served))
-        for edge in edges:
-            axis.axvline(edge, color="black", linewidth=0.8, linestyle=":")
+    axis.set(xlabel="seconds", title="Requests in the engine")
 
-    axis = axes[1, 0]
-    gaps = np.sort([1e3 * gap for one in served for gap in one.stats.wall_s])
-    per_token = np.sort([1e3 * t for one in served if (t := one.time_per_output_token) is not None])
-    for values, label, colour in ((gaps, "between pieces, one per step", "C4"), (per_token, "per token, of a request", "C5")):
+
+def _plot_token_gaps(axis: Any, timings: list[RequestTiming]) -> None:
+    inter_token_ms = np.sort([1e3 * gap for timing in timings for gap in timing.stats.wall_s])
+    per_token_ms = np.sort([1e3 * t for timing in timings if (t := timing.time_per_output_token) is not None])
+    for values, label, colour in (
+        (inter_token_ms, "inter-token latency, one gap per step", "C4"),
+        (per_token_ms, "time per output token, of a request", "C5"),
+    ):
         if len(values):
             axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=label, color=colour)
-    if len(gaps):
-        log_axis(axis, "x")
+    if len(inter_token_ms):
+        log_scale(axis, "x")
         axis.legend(fontsize=8)
-    axis.set_xlabel("milliseconds")
-    axis.set_ylabel("share that is faster")
+    axis.set(xlabel="milliseconds", ylabel="share that is faster", title="Time between tokens")
     axis.set_ylim(0, 1.02)
-    axis.set_title("Time between tokens")
 
-    axis = axes[1, 1]
-    share = stats.batch_size_share([one.stats for one in served])
+
+def _plot_batch_sizes(axis: Any, timings: list[RequestTiming]) -> None:
+    share = stats.batch_size_share([timing.stats for timing in timings])
     axis.bar(list(share), list(share.values()), color="C2")
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set_xlabel("rows decoded together")
-    axis.set_title("Share of steps by batch size")
-
-    with writing(path):
-        figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    integer_ticks(axis)
+    axis.set(xlabel="rows decoded together", title="Share of steps by batch size")

@@ -5,61 +5,73 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.files import writing
-from specdec.measure.report.figure import pyplot
+from specdec.measure.report.figure import saved_figure
+
+Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
-def plot_training(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
+def plot_training(rows: Rows, title: str, path: Path) -> Path:
     """Four panels over the optimiser steps: losses, accuracy by unrolled step, measured acceptance, learning rate and
     gradient."""
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
-    figure.suptitle(title)
+    with saved_figure(path, title, 2, 2, (12, 8)) as (_, _, axes):
+        _plot_by_unrolled_step(axes[0, 0], rows, "step_loss", "Loss per supervised token, by unrolled step", "upper right")
+        _plot_by_unrolled_step(axes[0, 1], rows, "accuracy", "Accuracy by unrolled step, teacher-forced", "upper left")
+        _plot_acceptance(axes[1, 0], rows)
+        _plot_optimiser(axes[1, 1], rows)
+        for axis in axes.flat:
+            axis.set_xlabel("optimiser step")
+    return path
 
-    def line(axis: Any, key: str, label: str, index: int | None = None, **style: Any) -> None:
-        found = [(row["step"], row[key] if index is None else row[key][index]) for row in rows if row.get(key)
-                 and (index is None or len(row[key]) > index)]  # fmt: skip
-        if found:
-            axis.plot(*zip(*found, strict=True), label=label, **style)
 
-    depth = max((len(row["val_accuracy"]) for row in rows if row.get("val_accuracy")), default=0)
-    for axis, key, title in (
-        (axes[0, 0], "step_loss", "Loss per supervised token, by unrolled step"),
-        (axes[0, 1], "accuracy", "Accuracy by unrolled step, teacher-forced"),
-    ):
-        for k in range(depth):
-            line(axis, f"val_{key}", f"step {k + 1}, held out", k, marker="o", color=f"C{k}")
-            line(axis, key, f"step {k + 1}, training", k, linewidth=1, color=f"C{k}", alpha=0.5)
-        axis.set_title(title)
-        axis.set_ylim(bottom=0)
-    axis = axes[1, 0]
-    line(axis, "mean_acceptance_length", "mean acceptance length", marker="o", color="black")
-    measured = [row for row in rows if row.get("acceptance_rate_per_position")]
+def _line(axis: Any, rows: Rows, key: str, label: str, index: int | None = None, **style: Any) -> None:
+    """A number of the rows that have it; index: its place in a list."""
+    points = [
+        (row["step"], row[key] if index is None else row[key][index])
+        for row in rows
+        if row.get(key) and (index is None or len(row[key]) > index)
+    ]
+    if points:
+        axis.plot(*zip(*points, strict=True), label=label, **style)
+
+
+def _legend(axis: Any, loc: str, ncols: int = 1) -> None:
+    if axis.lines:
+        axis.legend(fontsize=8, loc=loc, ncols=ncols)
+
+
+def _plot_by_unrolled_step(axis: Any, rows: Rows, key: str, title: str, legend_at: str) -> None:
+    num_steps = max((len(row["val_accuracy"]) for row in rows if row.get("val_accuracy")), default=0)
+    for k in range(num_steps):
+        _line(axis, rows, f"val_{key}", f"step {k + 1}, held out", k, marker="o", color=f"C{k}")
+        _line(axis, rows, key, f"step {k + 1}, training", k, linewidth=1, color=f"C{k}", alpha=0.5)
+    axis.set_title(title)
+    axis.set_ylim(bottom=0)
+    _legend(axis, legend_at, ncols=2)
+
+
+def _plot_acceptance(axis: Any, rows: Rows) -> None:
+    _line(axis, rows, "mean_acceptance_length", "mean acceptance length", marker="o", color="black")
     axis.set_title("Decoding held-out prompts with the engine")
     axis.set_ylabel("mean acceptance length")
-    if measured:
+    if measured := [row for row in rows if row.get("acceptance_rate_per_position")]:
         axis.set_ylim(1, max(2.0, 1.1 * max(row["mean_acceptance_length"] for row in measured)))
-        other = axis.twinx()
+        right = axis.twinx()
         for k in range(len(measured[0]["acceptance_rate_per_position"])):
-            line(other, "acceptance_rate_per_position", f"accepted at position {k + 1}", k, linestyle="--", color=f"C{k}")
-        other.set_ylim(0, 1)
-        other.set_ylabel("share of drafts (dashed)")
-        other.legend(fontsize=8, loc="upper right")
-    axis = axes[1, 1]
-    line(axis, "lr", "learning rate", color="C0")
+            label = f"accepted at position {k + 1}"
+            _line(right, rows, "acceptance_rate_per_position", label, k, linestyle="--", color=f"C{k}")
+        right.set_ylim(0, 1)
+        right.set_ylabel("share of drafts (dashed)")
+        _legend(right, "upper right")
+    _legend(axis, "upper left")
+
+
+def _plot_optimiser(axis: Any, rows: Rows) -> None:
+    _line(axis, rows, "lr", "learning rate", color="C0")
     axis.set_title("Learning rate; gradient norm before clipping")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    other = axis.twinx()
-    line(other, "grad_norm", "gradient norm", color="C1", linewidth=0.8)
-    if other.lines:
-        other.set_ylim(bottom=0)
-        other.legend(fontsize=8, loc="upper right")
-    for axis in axes.flat:
-        axis.set_xlabel("optimiser step")
-        if axis.lines:
-            loc = {0: "upper right", 1: "upper left", 2: "upper left", 3: "lower left"}[list(axes.flat).index(axis)]
-            axis.legend(fontsize=8, loc=loc, ncols=2 if axis in axes[0] else 1)
-    with writing(path):
-        figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    right = axis.twinx()
+    _line(right, rows, "grad_norm", "gradient norm", color="C1", linewidth=0.8)
+    if right.lines:
+        right.set_ylim(bottom=0)
+    _legend(right, "upper right")
+    _legend(axis, "lower left")
