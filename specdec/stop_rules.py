@@ -71,8 +71,8 @@ class StopRules:
 
     def token_reason(self, request: Request, last_token: int) -> int | None:
         """The stop token that ended the request, if it is one of its own; None for an end token of the model's."""
-        is_own = last_token in request.params.stop_token_ids and last_token not in self._eos_ids(request)
-        return last_token if is_own else None
+        is_requests = last_token in request.params.stop_token_ids and last_token not in self._eos_ids(request)
+        return last_token if is_requests else None
 
     def _eos_ids(self, request: Request) -> list[int]:
         return [] if request.params.ignore_eos else self.target.eos_token_ids
