@@ -73,7 +73,7 @@ def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
         verify_s = profiling.verify_seconds(target, rows, 16, context=PROMPT)
         costs = " ".join(f"{n}:{verify_s(n) / verify_s(1):.2f}" for n in (1, 2, 4, 6, 8, 11, 16))
         lines.append((f"{name}, batch {rows}: v(n)", costs))
-        for label, speculate in (("none", False), (f"drafts K={K}, synthetic {LENGTH}", True)):
+        for label, speculate in ((method.PLAIN, False), (f"drafts K={K}, synthetic {LENGTH}", True)):
             engine = make_engine(target, rows, speculate)
             list(engine.run(requests(rows, 8)))  # warm up
             outside, speed = bench.share_outside_forwards(engine, requests(rows, max_tokens))

@@ -24,9 +24,7 @@ with script.one_line():
     import torch
 
     from specdec import config, hub, method
-    from specdec.checkpoint import native
     from specdec.core import Request
-    from specdec.drafter.base import Drafter, Init
     from specdec.engine import Engine
     from specdec.measure import tasks
     from specdec.measure.report import console
@@ -101,25 +99,14 @@ def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, 
 
 def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path) -> dict[str, Any]:
     """What a method's YAML leaves to the user."""
-    directory, drafter = scratch / name, method.find(name)
-    directory.mkdir(exist_ok=True)
-    if name == "hybrid":  # its second part takes the drafter
-        own = next(iter(drafters), "eagle3")
-        return {"method": name, "model": needed(own, target, drafters, scratch)["model"]}
     if name in drafters:
         return {"method": name, "model": drafters[name]}
-    if name == "draft_model":
-        return {"method": name, "model": str(target.path)}
-    if name == "pard":
-        return {"method": name, "model": str(target.path), "pard_token": target.vocab_size - 1}
-    if name == "extract_hidden_states":
-        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [target.num_layers]}}
-        return {"method": name, "draft_model_config": layers, "shared_storage_path": str(directory)}
-    if not issubclass(drafter, Drafter):
-        return {"method": name}
-    if not (directory / "config.json").exists():
-        native.save(directory, drafter.init_checkpoint(target, {}, Init()), {}, "")
-    return {"method": name, "model": str(directory)}
+    if drafters and method.facts(name).composes:
+        return {"method": name, "model": next(iter(drafters.values()))}
+    directory = scratch / name
+    directory.mkdir()
+    proposer: Any = method.find(name)
+    return {"method": name} | proposer.example_settings(target, directory)
 
 
 def conversations(target: CausalLM, count: int, max_tokens: int) -> list[list[int]]:

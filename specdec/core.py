@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -315,20 +316,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """How a serving engine takes the drafters of a method.
-
-    format: the module of specdec.checkpoint that writes them for the engine
-    method: the engine's name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
-    release: the engine's key in specdec.checkpoint.lint, where its newest release does not load them
-    """
-
-    format: str
-    method: str
-    release: str | None = None
-
-
-@dataclass(frozen=True)
 class MethodFacts:
     """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as
     `facts`, so that no module outside specdec.method names a method.
@@ -347,7 +334,7 @@ class MethodFacts:
     max_draft_key: key of a checkpoint's config with the most tokens of a draft
     one_is_no_limit: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
     drafts_max: as many tokens as `max_draft_key` says is also the usual number
-    serving: by engine (vllm, sglang, speculators), how it takes the drafters; an engine that is not there does not
+    serving: by engine, its name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
     served_in_target: the drafter is part of the target's own checkpoint where it is served
     """
 
@@ -365,7 +352,7 @@ class MethodFacts:
     max_draft_key: str | None = None
     one_is_no_limit: bool = False
     drafts_max: bool = False
-    serving: Mapping[str, Serving] = field(default_factory=dict)
+    serving: Mapping[str, str] = field(default_factory=dict)
     served_in_target: bool = False
 
 
@@ -385,6 +372,15 @@ class Proposer(Protocol):
     num_confidence_features: int  # F of the confidence that its drafts can come with; 0: none
     component_names: tuple[str, ...]  # of the proposers that it is composed of, as in Draft.proposer_B; (): it is not composed
     cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time, if one does
+
+    @classmethod
+    def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
+        """Settings that its YAML leaves to the user, with which it drafts for this target: for the contract tests and
+        eval/prove.py.
+
+        directory: an empty one, for an untrained checkpoint or for what it writes.
+        """
+        ...
 
     def on_start(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
@@ -472,6 +468,10 @@ class StatelessProposer:
     num_confidence_features = 0
     component_names: tuple[str, ...] = ()
     cost_proposer: Proposer | None = None
+
+    @classmethod
+    def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
+        return {}
 
     def on_start(self, row: int, request: Request) -> None:
         pass

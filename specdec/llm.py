@@ -31,7 +31,7 @@ MAX_THREADS = 1024  # beyond, a typo: torch would start so many at once
 
 @dataclass
 class CompletionOutput:
-    """One answer. token_ids end with the eos or stop token that ended them, as in Hugging Face and vLLM."""
+    """One answer. token_ids include the eos or stop token that ended it, as in transformers and vLLM."""
 
     index: int
     text: str
@@ -43,7 +43,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answer, shaped as vLLM's class of this name; `request` is the engine's own record."""
+    """A prompt and its answer, shaped as vLLM's class of this name; request: the engine's record."""
 
     request_id: str
     prompt: str | None
@@ -73,20 +73,27 @@ class EngineArgs(Checked):
 
     @field_validator("dtype")
     @classmethod
-    def _of_weights(cls, dtype: str | torch.dtype | None) -> str | torch.dtype | None:
+    def _is_of_weights(cls, dtype: str | torch.dtype | None) -> str | torch.dtype | None:
         if isinstance(dtype, torch.dtype) and dtype not in DTYPES.values():
-            raise ValueError(f"LLM argument dtype={dtype} holds no weights; use {', '.join(DTYPES)}")
+            raise ValueError(f"LLM argument dtype={dtype} is no type of weights; use {', '.join(DTYPES)}")
         return dtype
 
 
 class LLM:
-    """A target with a way to speculate.
+    """A target model, and how it speculates.
 
-    model: directory, hub id, or embedded name; dtype, device: chosen unless given; max_batch_size: rows decoded together;
-    max_model_len: most tokens of a request; speculative_config: an object with vLLM's keys; seed: for requests without one;
-    num_threads: torch's threads, left as they are unless given (1 is best on a CPU that others use too);
-    tensor_parallel_size: processes that hold a part of the target each, in a script that `torchrun --nproc_per_node` starts.
-    All of them make the same calls and get the same answers. At 1 a process is on its own, under torchrun too.
+    model: a directory, a hub id, or an embedded name
+    dtype, device: unless given, chosen by the model and the machine
+    revision: of a hub id
+    max_batch_size: requests that are decoded together
+    max_model_len: the most tokens of a request, prompt included
+    prefill_chunk_size: the most prompt tokens of one forward
+    speculative_config: an object with vLLM's keys (`specdec.speculative_config`), or its JSON text; None: no speculation
+    seed: of requests without a seed of their own
+    num_threads: of torch; unless given, as they are (1 is best on a CPU that other programs use)
+    tensor_parallel_size: processes that share the target, in a script started by `torchrun --nproc_per_node`; all of them make
+        the same calls and get the same answers. 1: this process has all of it, under torchrun too
+
     Raises ValueError, one line, for an argument of another type or beyond its limit.
     """
 
@@ -147,15 +154,15 @@ class LLM:
         """
         if not isinstance(prompts, str | dict | Iterable):
             raise ValueError(f"prompts={short_repr(prompts)}: give a string, {{'prompt_token_ids': [...]}}, or a list of these")
-        listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        params = self._params(sampling_params, len(listed))
-        texts, requests = [], []
-        for prompt, own in zip(listed, params, strict=True):
+        prompt_list = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        texts = []
+        requests = []
+        for prompt, params in zip(prompt_list, self._params(sampling_params, len(prompt_list)), strict=True):
             text, ids = self._tokenize(prompt)
             number = next(self._counter)
-            seed = derived_seed(self.seed, number) if own.seed is None else own.seed
+            seed = derived_seed(self.seed, number) if params.seed is None else params.seed
             texts.append(text)
-            requests.append(Request(str(number), ids, own, seed))
+            requests.append(Request(str(number), ids, params, seed))
         return self._run(texts, requests, use_tqdm)
 
     def chat(
@@ -168,7 +175,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Decode conversations (one, or a list of them), rendered by the tokenizer's own chat template.
+        """Decode conversations (one, or a list of them), rendered by the tokenizer's chat template.
 
         Raises ValueError, one line, for what is no conversation, and for one that the template refuses.
         """
@@ -189,25 +196,28 @@ class LLM:
         for name in unread_template_kwargs(tokenizer, chat_template_kwargs or {}, "chat_template_kwargs", chat_template):
             print(f"note: the chat template does not read {name}", file=sys.stderr)
         options = {"chat_template": chat_template, **(chat_template_kwargs or {})}
-        texts = [render_chat(tokenizer, own, add_generation_prompt=add_generation_prompt, **options) for own in conversations]
-        rendered = [{"prompt": p, "prompt_token_ids": tokenizer(p, add_special_tokens=False)["input_ids"]} for p in texts]
-        return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
+        prompts = []
+        for conversation in conversations:
+            text = render_chat(tokenizer, conversation, add_generation_prompt=add_generation_prompt, **options)
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_metrics(self) -> list[Metric]:
-        """Sums over all requests that have finished, under the names that vLLM's method of this name has: `Counter` (`value`)
-        and `Vector` (`values`) of `specdec.measure.stats`, where it says how values differ from vLLM's."""
+        """Sums over all finished requests, named as in vLLM's method of this name: `Counter` (`value`) and `Vector` (`values`) of
+        `specdec.measure.stats`, which documents where values differ from vLLM's."""
         return self._totals.metrics()
 
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * count
-        if not isinstance(given, list | tuple) or not all(isinstance(own, SamplingParams) for own in given):
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        """The sampling parameters of each of `count` prompts."""
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if not isinstance(params, list | tuple) or not all(isinstance(each, SamplingParams) for each in params):
             raise ValueError(
-                f"sampling_params={short_repr(given)}: give SamplingParams(...), or a list with one for each prompt"
+                f"sampling_params={short_repr(params)}: give SamplingParams(...), or a list with one for each prompt"
             )
-        if len(given) != count:
-            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all or one for each")
-        return list(given)
+        if len(params) != count:
+            raise ValueError(f"{len(params)} sampling_params for {count} prompts; give one for all or one for each")
+        return list(params)
 
     def _tokenize(self, prompt: str | dict[str, Any]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -229,11 +239,11 @@ class LLM:
     def _run(self, texts: list[str | None], requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        # what an error or an interruption left behind belongs to nobody
+        # requests that an error or an interruption of the last call left behind
         self.engine.abort_all()
         finished = self.engine.run(requests)
-        silent = not use_tqdm or not self.target.processes.is_main
-        for request in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=silent):
+        hidden = not use_tqdm or not self.target.processes.is_main
+        for request in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=hidden):
             self._totals.add(request)
         return [self._output(text, request) for text, request in zip(texts, requests, strict=True)]
 

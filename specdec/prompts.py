@@ -12,23 +12,23 @@ from specdec.checked import first_line, short_repr, whole_text
 from specdec.core import Request
 
 
-def token_ids(given: Any, key: str) -> list[int]:
-    """Token ids as a list of ints. given: a list, a tuple, or a one-dimensional array or tensor of integers. Raises ValueError
-    for anything that would have to be cast: text, floats, booleans."""
-    values = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
-    if not isinstance(values, list | tuple):
-        raise ValueError(f"{key}={short_repr(given)} must be a list of token ids")
+def token_ids(values: Any, key: str) -> list[int]:
+    """Token ids as a list of ints. values: a list, a tuple, or a one-dimensional array or tensor of integers; key: what they are
+    called in error lines. Raises ValueError for anything that would have to be cast: text, floats, booleans."""
+    listed = values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else values
+    if not isinstance(listed, list | tuple):
+        raise ValueError(f"{key}={short_repr(values)} must be a list of token ids")
     ids = []
-    for place, value in enumerate(values):
+    for i, value in enumerate(listed):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise ValueError(f"{key}[{place}]={short_repr(value)} is no token id; ids are integers")
+            raise ValueError(f"{key}[{i}]={short_repr(value)} is no token id; ids are integers")
         ids.append(int(value))
     return ids
 
 
 def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
-    """The text of a conversation by the tokenizer's chat template, with `add_generation_prompt` and other options of
-    `apply_chat_template`. Raises ValueError, one line, for what is no conversation, and where the template fails."""
+    """The text of a conversation by the tokenizer's chat template. options: of `apply_chat_template`, such as
+    `add_generation_prompt`. Raises ValueError, one line, for what is no conversation, and where the template fails."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages={short_repr(messages)}: a conversation is a list of {{'role': ..., 'content': ...}}")
     for message in messages:
@@ -41,8 +41,8 @@ def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
             raise ValueError(f"message {short_repr(message)} needs 'content'; give its text")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except Exception as error:  # a template is a program, and raises what it likes
-        raise ValueError(f"the chat template refuses the messages ({first_line(error)}); mend one of them") from None
+    except Exception as error:  # a template can raise anything
+        raise ValueError(f"the chat template refuses the messages ({first_line(error)}); correct one of them") from None
     return whole_text(str(text), "the conversation")
 
 

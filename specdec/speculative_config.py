@@ -43,7 +43,7 @@ NOT_BUILT_KEYS: dict[str, tuple[Any, ...]] = {
 }
 POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
 SCHEME_PREFIXES = ("rejection_sample_method", "synthetic_")  # of the keys of the rejection scheme
-# what a method does that does not take the key
+# keys with the value that holds for every method without the key
 UNIVERSAL_VALUES = {"draft_sample_method": "greedy", "use_heterogeneous_vocab": False, "draft_tensor_parallel_size": 1}
 
 
@@ -106,20 +106,20 @@ class SpeculativeConfig(Checked):
         super().__init__(**values)
 
     @classmethod
-    def parse(cls, given: str | dict[str, Any] | None) -> SpeculativeConfig:
+    def parse(cls, config: str | dict[str, Any] | None) -> SpeculativeConfig:
         """From JSON text, or the object itself; None means no speculation."""
-        if isinstance(given, str):
+        if isinstance(config, str):
             try:
-                given = parse_json(given, "speculative_config")
+                config = parse_json(config, "speculative_config")
             except ValueError as error:
-                raise ValueError(f"{error}: {short_repr(given)}") from None
-        if given is None:
+                raise ValueError(f"{error}: {short_repr(config)}") from None
+        if config is None:
             return cls(method=method.PLAIN)
-        if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
             raise ValueError(
-                f"speculative_config={short_repr(given)} must be a JSON object, such as {{'method': 'ngram', ...}}"
+                f"speculative_config={short_repr(config)} must be a JSON object, such as {{'method': 'ngram', ...}}"
             )
-        return cls(**given)
+        return cls(**config)
 
     def infer_method(self) -> str:
         """The method, by our name. Reads the config.json of a checkpoint that is given as `model` without a method."""
@@ -151,20 +151,20 @@ class SpeculativeConfig(Checked):
             settings["proposers"] = [{"method": plan.method} | plan.settings for plan in components]
             settings.pop("model", None)  # of one of the components
         method.check(name, settings)
-        scheme_params = {key: value for key, value in self.given().items() if key.startswith("synthetic_")}
+        scheme_params = {key: value for key, value in self.as_dict().items() if key.startswith("synthetic_")}
         rejection.find(self.rejection_sample_method)
         if length is not None:
             rejection.build(self.rejection_sample_method, length, **scheme_params)
         return SpeculativePlan(self, name, settings, self.rejection_sample_method, scheme_params, policy, components)
 
-    def given(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The keys that have a value."""
         return self.model_dump(exclude_none=True)
 
     def _settings(self, name: str) -> dict[str, Any]:
         """What the method's constructor is given."""
         other_keys = ("method", "parallel_drafting", *POLICY_KEYS)
-        settings = {k: v for k, v in self.given().items() if k not in other_keys and not k.startswith(SCHEME_PREFIXES)}
+        settings = {k: v for k, v in self.as_dict().items() if k not in other_keys and not k.startswith(SCHEME_PREFIXES)}
         if self.num_speculative_tokens == "auto":
             del settings["num_speculative_tokens"]
             if method.needs_length(name):
@@ -184,30 +184,30 @@ class SpeculativeConfig(Checked):
         """The plans of a composed method's proposers, in order."""
         composed: Any = method.find(name)
         plans = []
-        for place, given in enumerate(composed.assign_model(settings["proposers"], settings.get("model"))):
+        for place, proposer in enumerate(composed.assign_model(settings["proposers"], settings.get("model"))):
             try:
-                plans.append(self._component(name, settings["num_speculative_tokens"], given))
+                plans.append(self._component(name, settings["num_speculative_tokens"], proposer))
             except ValueError as error:
                 raise ValueError(f"proposers[{place}]: {error}") from None
         return tuple(plans)
 
-    def _component(self, composed: str, max_length: int, given: dict[str, Any]) -> SpeculativePlan:
+    def _component(self, composed: str, max_length: int, proposer: dict[str, Any]) -> SpeculativePlan:
         """The plan of one proposer of a composed method, whose drafts have up to max_length tokens."""
-        inner = given.get("method")
+        inner = proposer.get("method")
         if inner in method.names() and method.facts(inner).composes:
             raise ValueError(f"a {inner} inside a {composed}; write its proposers into the list itself")
         if inner in method.names() and not method.facts(inner).drafts:
             raise ValueError(f"method {inner!r} drafts nothing; leave it out")
-        for key, value in given.items():
+        for key, value in proposer.items():
             if key in (*POLICY_KEYS, "proposers") or key.startswith(SCHEME_PREFIXES) or value == "auto":
                 raise ValueError(f"{key}={value} is not a proposer's; give it beside the list")
-        if not {"method", "model"} & set(given):
+        if not {"method", "model"} & set(proposer):
             raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")
-        plan = SpeculativeConfig(**({"num_speculative_tokens": max_length} | given)).resolve()
-        if "num_speculative_tokens" not in given:  # as many as the drafter was made for, up to max_length
+        plan = SpeculativeConfig(**({"num_speculative_tokens": max_length} | proposer)).resolve()
+        if "num_speculative_tokens" not in proposer:  # as many as the drafter was made for, up to max_length
             return replace(plan, settings={k: v for k, v in plan.settings.items() if k != "num_speculative_tokens"})
-        if given["num_speculative_tokens"] > max_length:
-            length = given["num_speculative_tokens"]
+        if proposer["num_speculative_tokens"] > max_length:
+            length = proposer["num_speculative_tokens"]
             raise ValueError(f"num_speculative_tokens={length} is over the {max_length} of {composed}; lower it")
         return plan
 
@@ -237,8 +237,8 @@ class SpeculativeConfig(Checked):
             try:
                 proposed = cost_table.load(schedule).schedule
             except ValueError as error:
-                given = f"num_speculative_tokens_per_batch_size={schedule!r}"
-                raise ValueError(f"{given} is no list [[first, last, K], ...], and as a file: {error}") from None
+                key_value = f"num_speculative_tokens_per_batch_size={schedule!r}"
+                raise ValueError(f"{key_value} is no list [[first, last, K], ...], and as a file: {error}") from None
             if proposed is None:
                 raise ValueError(f"{schedule} holds no schedule; eval/profile_cost.py proposes one with acceptance=DIR")
             schedule = proposed
@@ -280,7 +280,8 @@ class PolicyPlan:
         auto = self.auto
         prunes = self.adaptive_verification
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, max_draft):
-            auto, prunes = False, True  # the draft itself is looked at before its length is chosen
+            auto = False  # the draft is there before its length is chosen
+            prunes = True
         return Adaptive(table, max_draft, max_batch_size, auto, prunes, proposer.num_confidence_features, scheduled)
 
 

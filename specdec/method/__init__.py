@@ -81,14 +81,14 @@ def required(name: str) -> dict[str, str]:
 
 def model_hint(name: str) -> str:
     """What to give as `model` of a method that needs one."""
-    own = facts(name)
-    script = f"give the directory of a drafter that train/{own.train_script}.py made (eval/run.py: checkpoint=DIR)"
-    return own.model_hint or script
+    script = facts(name).train_script
+    hint = f"give the directory of a drafter that train/{script}.py made (eval/run.py: checkpoint=DIR)"
+    return facts(name).model_hint or hint
 
 
-def check(name: str, given: Iterable[str]) -> None:
+def check(name: str, keys: Iterable[str]) -> None:
     """Raises ValueError for a setting that the method does not take."""
-    for key in given:
+    for key in keys:
         if key not in settings(name):
             advice = nearest(key, settings(name)) if settings(name) else "it takes none"
             raise ValueError(f"method {name!r} takes no setting {key!r}; {advice}")
@@ -117,15 +117,15 @@ def of_model(model: str, revision: str | None = None) -> str:
     """The method that a `model` means where no method is given, as vLLM infers it. Raises ValueError for a directory with a
     config.json that is no drafter's."""
     lower = model.lower()
-    for name, own in all_facts().items():
-        if lower in own.model_spellings:
+    for name, of_method in all_facts().items():
+        if lower in of_method.model_spellings:
             return name
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", model) and not Path(model).exists():
         return "custom_class"
     if any((Path(model).expanduser() / part / "config.json").exists() for part in ("", "best", "last")):
         return of_checkpoint(model, revision)
-    for name, own in all_facts().items():
-        if any(mark in lower for mark in own.name_marks):
+    for name, of_method in all_facts().items():
+        if any(mark in lower for mark in of_method.name_marks):
             return name
     return next((name for name in NOT_BUILT if name in lower), "draft_model")
 
@@ -134,9 +134,9 @@ def of_alias(name: str) -> str:
     """The method that a name of vLLM's means. Raises ValueError for a name that is neither ours nor vLLM's."""
     if name in names():
         return name
-    for ours, own in all_facts().items():
-        if any(fnmatchcase(name, pattern) for pattern in own.aliases):
-            return ours
+    for known, of_method in all_facts().items():
+        if any(fnmatchcase(name, pattern) for pattern in of_method.aliases):
+            return known
     if name in NOT_BUILT:
         raise ValueError(f"method {name!r} is not built yet; built: {', '.join(names())}")
     raise ValueError(f"unknown method {name!r}; {nearest(name, names())}")
@@ -144,10 +144,10 @@ def of_alias(name: str) -> str:
 
 def parallel(name: str) -> str:
     """The method that this one is under parallel_drafting. Raises ValueError for one that drafts token by token only."""
-    parallel_of = {own.parallel_of: ours for ours, own in all_facts().items() if own.parallel_of is not None}
-    if name not in (*parallel_of, *parallel_of.values()):
-        raise ValueError(f"parallel_drafting=true is for {' and '.join(map(str, parallel_of))}, not for {name!r}; leave it out")
-    return parallel_of.get(name, name)
+    of_serial = {method.parallel_of: known for known, method in all_facts().items() if method.parallel_of is not None}
+    if name not in (*of_serial, *of_serial.values()):
+        raise ValueError(f"parallel_drafting=true is for {' and '.join(of_serial)}, not for {name!r}; leave it out")
+    return of_serial.get(name, name)
 
 
 def serial(name: str, model: str) -> str:

@@ -26,7 +26,7 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, MethodFacts, Request, Serving, StatelessProposer
+from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
@@ -110,7 +110,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
         "(use_heterogeneous_vocab=true: with another)",
         train_script="draft_model",
-        serving={"vllm": Serving("causal_lm", "draft_model"), "sglang": Serving("causal_lm", "STANDALONE")},
+        serving={"vllm": "draft_model", "sglang": "STANDALONE"},
     )
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
@@ -301,6 +301,10 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         return block.by_depth(state_ND, plan)
 
     # ---------------------------------------------------------------- at rest
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        return {"model": str(target.path)}
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:

@@ -32,6 +32,11 @@ class ExtractHiddenStates(StatelessProposer):
     name = "extract_hidden_states"
     facts = MethodFacts(drafts=False)
 
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        layers = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}}
+        return {"draft_model_config": layers, "shared_storage_path": str(directory)}
+
     def __init__(
         self,
         target: CausalLM,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,13 @@ class Hybrid(StatelessProposer):
     """
 
     name = "hybrid"
-    facts = MethodFacts(composes=True, runs_model=True)
+    facts = MethodFacts(composes=True)
+
+    @classmethod
+    def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
+        drafter: Any = method.find("eagle3")
+        settings: dict[str, Any] = drafter.example_settings(target, directory)
+        return settings
 
     def __init__(
         self, target: CausalLM, proposers: list[dict[str, Any]], num_speculative_tokens: int, model: Any | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,16 +14,13 @@ import pytest
 import torch
 
 from specdec import method
-from specdec.checkpoint import native
-from specdec.config import CONF, read
 from specdec.core import Context, Draft, Proposer, Request
-from specdec.drafter.base import Init
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
 from specdec.method.ngram_gpu import NgramGpu
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
-from support.methods import HANDED, METHODS, SLOTS, context, text, tiny
+from support.methods import HANDED, METHODS, SLOTS, context, settings, text, tiny
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "drafters.json").read_text())
 
@@ -188,39 +185,22 @@ Make = Callable[[], Proposer]
 LAWS = {"draft_sample_method": "probabilistic"}
 VARIANTS = [
     *((name, {}) for name in METHODS),
-    *((name, LAWS) for name in ("draft_model", "pard", "eagle", "eagle3", "mlp", "mtp", "peagle", "hybrid")),
+    *((name, LAWS) for name in METHODS if "draft_sample_method" in method.settings(name)),
+    ("hybrid", LAWS),
 ]
 
 
 @cache
-def drafter(name: str) -> tempfile.TemporaryDirectory[str]:
-    """A checkpoint of a drafter as it is before training, for `tiny`."""
-    directory = tempfile.TemporaryDirectory()
-    own = method.find(name)
-    architecture = {"num_modules": 3} if name == "mtp" else {}
-    checkpoint = own.init_checkpoint(tiny(), architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)  # type: ignore[attr-defined]
-    native.save(Path(directory.name), checkpoint, {}, "")
-    return directory
+def settings_of(name: str) -> dict[str, Any]:
+    return settings(name, tiny())
 
 
 def build(name: str, **more: Any) -> Proposer:
-    """A method as its YAML has it, on `tiny`; where it needs a model, `tiny` itself or a fresh drafter for it."""
-    given = {key: value for key, value in read(CONF / "method" / f"{name}.yaml").items() if value is not None}
-    given["method"] = given.pop("name")
-    if name == "draft_model":
-        given["model"] = "tiny"
-    if name == "pard":
-        given |= {"model": "tiny", "pard_token": 300}
-    if name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
-        given["model"] = drafter(name).name
-    if name == "hybrid":
-        given["model"] = drafter("eagle3").name
-        if more.pop("draft_sample_method", None):
-            given["proposers"][1]["draft_sample_method"] = "probabilistic"
-    if name == "extract_hidden_states":
-        given["shared_storage_path"] = tempfile.mkdtemp()
-        given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}}
-    proposer, _ = SpeculativeConfig(**given | more).resolve().build(tiny())
+    """A method as its YAML has it, on `tiny`; where it needs a model, `tiny` itself or an untrained drafter for it."""
+    speculative = copy.deepcopy(settings_of(name))
+    if name == "hybrid" and more.pop("draft_sample_method", None):
+        speculative["proposers"][1]["draft_sample_method"] = "probabilistic"
+    proposer, _ = SpeculativeConfig(**speculative | more).resolve().build(tiny())
     proposer.reserve(4, SLOTS)
     return proposer
 

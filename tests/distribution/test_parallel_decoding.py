@@ -27,7 +27,7 @@ from specdec.model import distributed, tensor_parallel
 from specdec.model.target import CausalLM
 from specdec.speculative_config import SpeculativeConfig
 from support.cli import EVAL, OFFLINE, Done, call, ended, rows_of
-from support.methods import drafter, tiny_prompts
+from support.methods import example_settings, tiny_prompts
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 SIZE = 2
@@ -167,7 +167,7 @@ def script(arguments: list[str], catch: bool = True) -> str | None:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("parallel")
     wholes = {model: CausalLM(model, "float32", "cpu") for model in MODELS}
-    drafters = {model: [drafter(name, wholes[model]) for name in ("eagle3", "mtp")] for model in MODELS}
+    drafters = {model: [example_settings(name, wholes[model])["model"] for name in ("eagle3", "mtp")] for model in MODELS}
     run = ["experiment=tiny", "limit=3", "sampling.max_tokens=8", "method=ngram", f"out_dir={directory / 'run'}"]
     of_two = {"model": "tiny-llama", "tensor_parallel_size": SIZE}
     return {
@@ -270,7 +270,7 @@ def test_one_process_says_how_to_start_more() -> None:
     error = error_of(lambda: LLM("tiny-llama", device="cpu", tensor_parallel_size=2))
     assert error.startswith("tensor_parallel_size=2, and torchrun has not started this; type torchrun --nproc_per_node 2 ")
     assert "\n" not in error
-    with pytest.raises(ValueError, match="tensor_parallel_size=0: a whole number, at least 1 is needed"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=0: an integer of at least 1 is needed"):
         LLM("tiny-llama", device="cpu", tensor_parallel_size=0)
     given = {**LM, "model": "tiny-llama", "draft_tensor_parallel_size": 2}
     with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 must be 1 or the target's tensor_parallel_size=1"):

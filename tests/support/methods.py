@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from specdec import method as method_of
-from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Context, Proposer, Request
-from specdec.drafter.base import Init
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
@@ -95,29 +93,16 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
     """A method as its YAML has it, drafting for (and where it needs a model, with) this target."""
     given = {key: value for key, value in read(CONF / "method" / f"{name}.yaml").items() if value is not None}
     given["method"] = given.pop("name")
-    if name == "draft_model":
-        given["model"] = str(target.path)
-    if name == "pard":  # the target itself, of which some token stands for what is not there yet
-        given |= {"model": str(target.path), "pard_token": 1}
-    if name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
-        given["model"] = drafter(name, target)
-    if name == "hybrid":
-        given["model"] = drafter("eagle3", target)
-    if name == "extract_hidden_states":
-        last = target.num_layers
-        given["draft_model_config"] = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, last]}}
-        given |= {"shared_storage_path": tempfile.mkdtemp(), "include_output_tokens": True}
-    return given | more
+    if "include_output_tokens" in given:  # the answer's states too
+        given["include_output_tokens"] = True
+    return given | example_settings(name, target) | more
 
 
-def drafter(name: str, target: CausalLM) -> str:
-    """The directory of a drafter with random weights that nevertheless drafts what is accepted now and then."""
-    directory = Path(tempfile.mkdtemp())
-    own: Any = method_of.find(name)
-    architecture = {"num_modules": 3} if name == "mtp" else {}
-    checkpoint = own.init_checkpoint(target, architecture, Init(), np.arange(60, 200) if name == "eagle3" else None)
-    native.save(directory, checkpoint, {}, "")
-    return str(directory)
+def example_settings(name: str, target: CausalLM) -> dict[str, Any]:
+    """What its YAML leaves to the user, such as the directory of a drafter with random weights, some of whose tokens are right."""
+    proposer: Any = method_of.find(name)
+    settings: dict[str, Any] = proposer.example_settings(target, Path(tempfile.mkdtemp()))
+    return settings
 
 
 def decode(engine: Engine, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:

@@ -298,7 +298,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for how in ("greedy", "probabilistic")
         for drafter in ("same", "negated")
     },
-    "eagle": {f"{how}-eagle": _K | {"model": "fresh", "draft_sample_method": how} for how in ("greedy", "probabilistic")},
     "extract_hidden_states": {
         "extract": {
             "shared_storage_path": "fresh",
@@ -362,7 +361,11 @@ def methods() -> list[Any]:
     """pytest parameters (method, settings) of everything in conf/method."""
     cases = []
     for name, own in (_yaml(path) for path in sorted((CONF / "method").glob("*.yaml"))):
-        for label, settings in SETTINGS.get(name, {name: own}).items():
+        default = {name: own}
+        if method.is_trained(name):
+            hows = ("greedy", "probabilistic")
+            default = {f"{how}-{name}": _K | {"model": "fresh", "draft_sample_method": how} for how in hows}
+        for label, settings in SETTINGS.get(name, default).items():
             cases.append(pytest.param((name, settings), id=label))
     return cases
 

@@ -875,7 +875,7 @@ def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
         ({"max_batch_size": True}, "max_batch_size=True"),
         ({"num_threads": 0}, "num_threads=0: input should be greater than or equal to 1"),
         ({"seed": 2**70}, "seed=1180591620717411303424"),
-        ({"dtype": torch.int64}, "dtype=torch.int64 holds no weights; use float32, bfloat16, float16"),
+        ({"dtype": torch.int64}, "dtype=torch.int64 is no type of weights; use float32, bfloat16, float16"),
         ({"model": 5}, "model="),
         ({"model": ""}, "model='' is no name of a model"),
     ],
