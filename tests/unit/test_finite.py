@@ -16,13 +16,13 @@ from specdec import hub, method, rejection
 from specdec.checkpoint import causal_lm
 from specdec.core import Policy, Request
 from specdec.drafter.base import Init
+from specdec.drafter.batch import Sample
 from specdec.engine import Engine
 from specdec.model.target import CausalLM, is_finite
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
 from specdec.policy.cost_table import CostTable
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 from support.table import TableLM
 
 NAN = float("nan")
