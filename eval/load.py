@@ -5,7 +5,7 @@
     python eval/load.py method=none arrivals=trace trace=outputs/load-demo-llama-ngram-standard/requests.jsonl
 
 First turns of the tasks only. Writes, line by line while it runs, out_dir/requests.jsonl (a row per finished request) and
-steps.jsonl (a row per step of the engine), and at the end summary.json and serving.png, with config.yaml. What had finished when a
+steps.jsonl (a row per step of the engine), and at the end summary.json and load.png, with config.yaml. What had finished when a
 run was interrupted or killed stays readable; after Ctrl-C it is summarised. A run is not resumed: its clock has stopped.
 """
 
