@@ -55,6 +55,7 @@ class Eagle(AutoregressiveDrafter):
         train_script="eagle",
         serving={"vllm": "eagle", "sglang": "EAGLE"},
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     @classmethod
