@@ -33,8 +33,8 @@ def prepare(engine: Engine, chosen: list[Task], arrivals: Sequence[Arrival], par
     for _, request, _ in make_requests(engine.target, chosen, arrivals, params, seed):
         engine.check(request)
     tasks.prepare(engine, chosen, params)
-    if own_limits := [arrival.max_tokens for arrival in arrivals if arrival.max_tokens]:
-        tasks.prepare(engine, chosen, params.model_copy(update={"max_tokens": max(own_limits)}))
+    if max_tokens := [arrival.max_tokens for arrival in arrivals if arrival.max_tokens]:
+        tasks.prepare(engine, chosen, params.model_copy(update={"max_tokens": max(max_tokens)}))
 
 
 def decode(
