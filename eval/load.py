@@ -41,10 +41,10 @@ def run(cfg: Load) -> dict[str, Any]:
 
     target = cfg.model.load()
     proposer, verifier = plan.build(target)
-    cache = target.new_cache()
-    engine = Engine(target, proposer, verifier, **cfg.engine, cache=cache)
+    engine = Engine(target, proposer, verifier, **cfg.engine)
     load.prepare(engine, chosen, at, cfg.sampling, cfg.seed)
     policy = plan.policy.build(target, proposer, cfg.max_batch_size)
+    engine = Engine(target, proposer, verifier, **cfg.engine, cache=engine.cache, policy=policy)
     identity = records.run_identity(target, chosen, cfg.sampling, cfg.seed, plan.scheme) | {
         "method": plan.method,
         "speculative_config": plan.config.as_dict(),
@@ -57,7 +57,6 @@ def run(cfg: Load) -> dict[str, Any]:
     print("warming up", file=sys.stderr)
     serving.warm_up(engine)
 
-    engine = Engine(target, proposer, verifier, **cfg.engine, cache=cache, policy=policy)
     facts = {"num_speculative_tokens": proposer.num_speculative_tokens, "lossless": verifier.lossless}
     common = {"method": plan.method, "rejection": verifier.name, **facts}
     interruption = load.decode(engine, chosen, at, cfg.sampling, cfg.seed, out_dir, common)

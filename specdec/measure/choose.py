@@ -22,7 +22,7 @@ from specdec.engine import Engine
 from specdec.measure import serving, stats, tasks
 from specdec.measure.report import console
 from specdec.measure.report.run import lossless_verdict
-from specdec.measure.serving import Level, RunRecord
+from specdec.measure.serving import Level, RunRecord, Stopwatch
 from specdec.measure.stats import RequestTiming
 from specdec.measure.tasks import Task
 from specdec.model.kv import SlotCache
@@ -129,11 +129,12 @@ class Run:
 
     def new_engine(self, with_policy: bool = True) -> Engine:
         """An engine whose method has learned nothing."""
-        getattr(self.proposer, "reset", lambda: None)()
+        self.proposer.reset()
         policy = None
         if with_policy:
             policy = self.plan.policy.build(self.target, self.proposer, self.shape["max_batch_size"])
-        return Engine(self.target, self.proposer, self.verifier, **self.shape, cache=self.cache, policy=policy)
+        beside = {"cache": self.cache, "policy": policy, "clock": Stopwatch()}
+        return Engine(self.target, self.proposer, self.verifier, **self.shape, **beside)
 
     def save_costs(self, path: Path) -> None:
         """Write the costs to a file; if the plan needs costs and has none, they are these."""

@@ -66,11 +66,11 @@ def decode(
     interruption = None
     with console.one_bar("requests", len(arrivals)) as advance:
 
-        def on_step(record: StepRecord, _: list[Step]) -> None:
+        def on_step(record: StepRecord, _: Step | None) -> None:
             steps.add(record.row())
             advance(0, f"{record.waiting} waiting, {record.running} running")
 
-        begin = engine.now()
+        begin = engine.clock()
         finished = serving.run_open_loop(engine, timed(), on_step)
         try:
             for arrival_s, added_s, request in finished:
@@ -78,7 +78,7 @@ def decode(
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
         except KeyboardInterrupt as error:
-            stopped_s = engine.now() - begin
+            stopped_s = engine.clock() - begin
             num_not_due = sum(arrival.at_s > stopped_s for arrival in arrivals)
             interruption = Interruption(script.exit_code(error), num_not_due)
             finished.close()
