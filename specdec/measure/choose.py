@@ -133,8 +133,8 @@ class Run:
         policy = None
         if with_policy:
             policy = self.plan.policy.build(self.target, self.proposer, self.shape["max_batch_size"])
-        beside = {"cache": self.cache, "policy": policy, "clock": Stopwatch()}
-        return Engine(self.target, self.proposer, self.verifier, **self.shape, **beside)
+        method_and_target = (self.target, self.proposer, self.verifier)
+        return Engine(*method_and_target, **self.shape, cache=self.cache, policy=policy, clock=Stopwatch())
 
     def save_costs(self, path: Path) -> None:
         """Write the costs to a file; if the plan needs costs and has none, they are these."""
