@@ -150,13 +150,13 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     low, high = measured[levels[0]], measured[levels[-1]]
     latency = {name: ([1.0] * len(record.timings), record.end_to_end()) for name, record in low.items()}
     throughput = {name: work_and_seconds(record, stats.engine_seconds) for name, record in high.items()}
-    has_own_cpu = target.device.type == "cpu"
+    timed_on_cpu = target.device.type == "cpu"
     verdicts = {
-        "low": verdict("low", latency, found, str(levels[0]), has_own_cpu),
-        "high": verdict("high", throughput, found, str(levels[-1]), has_own_cpu),
+        "low": verdict("low", latency, found, str(levels[0]), timed_on_cpu),
+        "high": verdict("high", throughput, found, str(levels[-1]), timed_on_cpu),
     }
     busy = {}
-    if has_own_cpu:
+    if timed_on_cpu:
         for level in levels:
             shares = {name: stats.wall_over_cpu([one.stats for one in own.timings]) for name, own in measured[level].items()}
             busy[str(level)] = stats.busy_reasons({}, shares)
@@ -216,11 +216,11 @@ def gain(base: Any, own: Any, seconds_of: Any) -> dict[str, float]:
 
 
 def verdict(
-    rate: str, measured: dict[str, tuple[list[float], list[float]]], runs: dict[str, Any], level: str, has_own_cpu: bool
+    rate: str, measured: dict[str, tuple[list[float], list[float]]], runs: dict[str, Any], level: str, timed_on_cpu: bool
 ) -> str:
     """Which run is fastest at a rate, in a line; none is where the noise does not allow it.
 
-    measured: work and seconds of each request, by run; has_own_cpu: the work was done by this process's CPU time. Only a run
+    measured: work and seconds of each request, by run; timed_on_cpu: the work was done by this process's CPU time. Only a run
     that drafted something, and then is faster by CPU time too, can be the fastest; others that seemed faster are named.
     """
     from specdec.measure import stats
@@ -229,7 +229,7 @@ def verdict(
     if num_requests < stats.MIN_REQUESTS:
         return f"{rate} rate: {num_requests} requests are too few to name the fastest; give {stats.MIN_REQUESTS} or more"
     not_counted = {name: "drafted nothing" for name, own in runs.items() if not own["at"][level]["num_draft_tokens"]}
-    if has_own_cpu:
+    if timed_on_cpu:
         slower = {name: "not by CPU time" for name, own in runs.items() if own["gain_cpu"][level] <= 1}
         not_counted = slower | not_counted
     candidates = [name for name in runs if name not in not_counted]

@@ -57,7 +57,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
             console.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
     short = compare_report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
-    console.show(compare_report.compare_table(labelled), compare_report.category_table(labelled))
+    console.show(*compare_report.compare_tables(labelled))
     for name, summary in labelled.items():
         if summary["busy"]:
             console.show(f"{name}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")

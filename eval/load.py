@@ -107,7 +107,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     rows.close()
     steps.close()
 
-    served = [records.served_of(row) for row in records.rows_in(out_dir / "requests.jsonl")]
+    served = [records.timing_of(row) for row in records.rows_in(out_dir / "requests.jsonl")]
     if not served:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(exit_code)
@@ -133,7 +133,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     said = cfg["trace"] if cfg["arrivals"] == "trace" else f"{cfg['request_rate']} requests/s"
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
     plot = serving_report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
-    console.show(serving_report.load_table(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
+    console.show(*serving_report.load_tables(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
     share = stats.wall_over_cpu([one.stats for one in served]) if target.device.type == "cpu" else None
     if reasons := stats.busy_reasons({}, {name: share}):
         console.show(run_report.busy_note(reasons, None))

@@ -121,8 +121,8 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "environment": records.environment(),
         **run_report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
-    has_own_cpu = target.device.type == "cpu" and processes.size == 1
-    summary["busy"] = run_report.busy_reasons(summary, name, has_own_cpu) if len(passes) > 1 else []
+    timed_on_cpu = target.device.type == "cpu" and processes.size == 1
+    summary["busy"] = run_report.busy_reasons(summary, name, timed_on_cpu) if len(passes) > 1 else []
     two_vocabularies = getattr(proposer, "vocabulary", None)
     if isinstance(two_vocabularies, shared_vocab.SharedVocab):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
@@ -130,11 +130,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
-    more = [run_report.proposer_table(summary)] if "proposers" in summary["overall"] else []
-    more += [line] if (line := run_report.speedup_line(summary["overall"])) else []
-    console.show(run_report.table(summary, title), *more, f"lossless: {said}")
+    more = [line] if (line := run_report.speedup_line(summary["overall"])) else []
+    console.show(*run_report.tables(summary, title), *more, f"lossless: {said}")
     if summary["busy"]:
-        console.show(run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if has_own_cpu else None))
+        console.show(run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if timed_on_cpu else None))
     if scheme == "block" and not getattr(proposer, "probabilistic", False):
         console.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"

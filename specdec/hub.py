@@ -152,8 +152,8 @@ def local(name: Any, what: str) -> Path:
 
 
 def check_config(directory: Path) -> Path:
-    """The directory itself. Raises ValueError, before transformers reads it, if its config has more layers than any model, which
-    would be made one by one, or if it holds a PEFT adapter: transformers applies one if `peft` is installed and ignores it
+    """The directory itself. Raises ValueError, before transformers reads it, if its config has more layers than any model, all
+    of which would be made, or if it holds a PEFT adapter: transformers applies one if `peft` is installed and ignores it
     silently if not, so that the same directory would be two models."""
     if (directory / ADAPTER).exists():
         raise ValueError(

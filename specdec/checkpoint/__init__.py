@@ -112,7 +112,7 @@ def format_for(method: str, engine: str) -> Format:
 
 
 def needs_target(checkpoint: Checkpoint, engine: str) -> bool:
-    """Whether the loaded target is needed to write a checkpoint for an engine, or as native: to compare parts, or to write them."""
+    """Whether `write` for an engine, or a native copy, needs the loaded target: to compare parts of it, or to write them."""
     return bool(checkpoint.copies) or (engine != native.NAME and format_for(checkpoint.method, engine).needs_target(checkpoint))
 
 

@@ -53,7 +53,7 @@ def method_of(config: dict[str, Any], names: set[str]) -> str:
 
 
 def mask_token(config: dict[str, Any]) -> int | None:
-    """The token whose embedding stands for tokens that are not there yet, if a config.json names one. Raises ValueError for
+    """The mask token, whose embedding is that of tokens not known yet, if a config.json names one. Raises ValueError for
     one that is no token id."""
     num_depths(config)
     for key in MASK_KEYS:
@@ -80,7 +80,7 @@ def num_depths(config: dict[str, Any]) -> int | None:
 def shapes(config: dict[str, Any]) -> tuple[Shapes, set[str]]:
     """Name and shape of every tensor of a model, and the names that may be absent. Raises ValueError where it is not known."""
     if config.get("quantization_config"):
-        raise ValueError("quantized weights have names of their own")
+        raise ValueError("quantized weights have other names")
     if get_checkpoint_conversion_mapping(str(config.get("model_type"))):
         raise ValueError(f"models of type {config['model_type']!r} have other names in files than in transformers")
     model = hf_common.model_on_meta(config)
@@ -172,7 +172,7 @@ def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Ch
     refusal = f"{name}: some layers of a {model.config.model_type} alone make no model"
     layers = layers_of(model, num_layers)
     if layers is None:
-        raise ValueError(f"{refusal}, since they are not in one list; give a whole one, train.drafter.model=DIR")
+        raise ValueError(f"{refusal}, since they are not in one list; give a complete model, train.drafter.model=DIR")
     for key, value in config.items():  # lists with an entry for each layer
         if isinstance(value, list) and len(value) == num_layers and key != "architectures":
             config[key] = [value[layer] for layer in layer_ids]
@@ -195,7 +195,9 @@ def first_layers(model: Any, layer_ids: list[int], method: str, name: str) -> Ch
         expected.pop(_lm_head_name(model), None)
     actual = {key: tensor.shape for key, tensor in tensors.items()}
     if differing := sorted(key for key in actual | expected if actual.get(key) != expected.get(key)):
-        raise ValueError(f"{refusal}, since its {differing[0]} would be another; give a whole one, train.drafter.model=DIR")
+        raise ValueError(
+            f"{refusal}, since its {differing[0]} would be another; give a complete model, train.drafter.model=DIR"
+        )
     settings = full.config | {"num_hidden_layers": len(layer_ids), "hf_config": config}
     return Checkpoint(method, settings, {}, tensors, name)
 
@@ -262,7 +264,7 @@ def lint(directory: Path, config: dict[str, Any], findings: Findings, target: Ta
     engines = ("vllm", "sglang")
     tensors = check_weights(config, hf_common.read_tensors(directory), findings)
     mask = mask_token(config)
-    findings.error("speculators", "format", "a model that stands on its own; the package has no such drafters")
+    findings.error("speculators", "format", "a causal LM; the package has no such drafters")
     vocab = config.get("vocab_size")
     if target.vocab_size not in (None, vocab):
         text = f"vocab_size is {vocab}, and the target's is {target.vocab_size}; they must be equal"

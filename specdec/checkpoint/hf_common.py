@@ -319,13 +319,15 @@ def refuse_options(config: dict[str, Any], known: set[str], name: str) -> None:
     for key, value in config.items():
         if key in REQUIRED_VALUES and key not in known:
             if value not in REQUIRED_VALUES[key]:
-                raise ValueError(f"{name}: {key}={value!r} cannot be represented; ours have {REQUIRED_VALUES[key][0]!r}")
+                raise ValueError(f"{name}: {key}={value!r} cannot be represented; use {REQUIRED_VALUES[key][0]!r}")
         elif key not in known | GEOMETRY | _ignored_keys() and value not in (None, False):
             raise ValueError(
                 f"{name}: unknown option {key}={str(value)[:60]!r} in config.json; {nearest(key, known | GEOMETRY)}"
             )
     if config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or []):
-        raise ValueError(f"{name}: sliding_window={config['sliding_window']} cannot be represented; ours attend to everything")
+        raise ValueError(
+            f"{name}: sliding_window={config['sliding_window']} cannot be represented; drafters here attend to all"
+        )
 
 
 def geometry_of(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -354,7 +356,7 @@ def rope_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     factor = rope.pop("partial_rotary_factor", None)
     if factor not in (None, 1):
-        raise ValueError(f"{name}: partial_rotary_factor={factor} cannot be represented; ours turn all")
+        raise ValueError(f"{name}: partial_rotary_factor={factor} cannot be represented; drafters here rotate all")
     if "mrope_section" in rope:
         raise ValueError(f"{name}: mrope_section={rope['mrope_section']} cannot be represented; positions are one number here")
     return rope
@@ -397,7 +399,7 @@ MTP_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next", "qwe
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the language model, which may stand inside that of a larger one."""
+    """The config of the language model, which may be inside that of a larger model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
@@ -444,10 +446,10 @@ def t2d_of(d2t: Tensor, vocab: int) -> Tensor:
 
 
 def target_facts(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a config.json tells about the drafter's target: width, vocabulary, and what `write_directory` added."""
+    """Facts about the drafter's target in a config.json: width, vocabulary, and what `write_directory` added."""
     specdec = config.get(SPECDEC_KEY) or {}
     if not isinstance(specdec, dict) or not isinstance(specdec.get("target", {}), dict):
-        raise ValueError(f"{name}: {SPECDEC_KEY}={specdec!r} in config.json is not what we write there; remove the key")
+        raise ValueError(f"{name}: {SPECDEC_KEY}={specdec!r} in config.json is not what train/share.py writes; remove the key")
     hidden = config.get("hidden_size")
     target_hidden = config.get("target_hidden_size")
     if target_hidden not in (None, hidden):
@@ -490,7 +492,7 @@ def target_parts(checkpoint: Checkpoint, target: CausalLM, *keys: str) -> dict[s
 
 
 def scaled_embedding(checkpoint: Checkpoint, target: CausalLM | None) -> dict[str, Tensor]:
-    """The embedding where an export must hold it: where the target scales its own (Gemma), engines share the rows without the
+    """The embedding, where an export must hold it: if the target scales its rows (Gemma), engines share the rows without the
     scale. Empty where the target's rows are right. Raises ValueError if the target is needed and is None."""
     if target is None:
         if scales_embedding(checkpoint):

@@ -72,7 +72,7 @@ def check(directory: str | Path, target: str | Path | None = None) -> list[Findi
     for engine in engines:
         if engine not in undecided:
             text = f"{findings.num_tensors} tensors, names and shapes as {ENGINES[engine]} wants them"
-            findings.add(engine, "ok", "whole", text)
+            findings.add(engine, "ok", "complete", text)
     return [finding for finding in findings.findings if finding.engine in engines]
 
 

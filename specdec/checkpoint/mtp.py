@@ -86,7 +86,7 @@ def shapes(config: dict[str, Any], count: int) -> tuple[Shapes, set[str]]:
     """Name and shape of every tensor of so many modules of a target, experts one by one, and the names that may be absent:
     copies of the target's. Raises ValueError where that is not known."""
     if config.get("quantization_config") or text_config(config).get("quantization_config"):
-        raise ValueError("quantized weights have names of their own")
+        raise ValueError("quantized weights have other names")
     model = hf_common.model_on_meta(config)
     text = model.config.get_text_config()
     decoder = model.get_decoder()
@@ -183,7 +183,7 @@ def _lm_head(directory: Path, copies: dict[str, Tensor]) -> Tensor | None:
         if part is not None and torch.equal(part, tensor):
             continue
         if is_embedding:
-            raise ValueError(f"{directory}: {name} is not the target's embedding, which ours share")
+            raise ValueError(f"{directory}: {name} is not the target's embedding, which modules share here")
         head = tensor
     return head
 
@@ -248,7 +248,7 @@ def write(checkpoint: Checkpoint, directory: Path, export: Export) -> None:
     checkpoint.check(METHOD, target)
     if checkpoint.config.get("draft_vocab_size") != target.vocab_size:
         raise ValueError(
-            f"{checkpoint.name}: a target's own modules draft over its whole vocabulary, and these over "
+            f"{checkpoint.name}: modules of a target draft over all of its vocabulary, and these over "
             f"{checkpoint.config['draft_vocab_size']} tokens; train them with train.drafter.draft_vocab_size=null"
         )
     count = checkpoint.config["num_modules"]

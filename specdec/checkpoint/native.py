@@ -66,7 +66,7 @@ class Checkpoint:
             if not _is_same(tensor, target_part(target, key)):
                 raise ValueError(
                     f"{self.name} has a part of its own, {key}, which is not that of {target.name}; a trained "
-                    f"{'embedding' if key.startswith('embed') else 'output layer'} is not supported here, ours share the "
+                    f"{'embedding' if key.startswith('embed') else 'output layer'} is not supported, drafters here share the "
                     "target's: use the target that it was trained for, or a drafter whose copy was not trained"
                 )
         if self.config.get(LAYER_IDS, ()) is None:
@@ -197,7 +197,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     for key, expected in types.items():
         if not isinstance(config.get(key), expected):
             raise ValueError(
-                f"{directory / 'config.json'}: {key} is {short_repr(config.get(key))}; the checkpoint is not whole"
+                f"{directory / 'config.json'}: {key} is {short_repr(config.get(key))}; the checkpoint is not complete"
             )
     try:
         tensors = load_file(directory / "model.safetensors")

@@ -377,9 +377,7 @@ def check_draft_vocabulary(
         findings.error(engines, "vocabulary", f"draft_vocab_size={draft_vocab} is more than vocab_size={vocab}")
         return
     if "lm_head.weight" not in tensors:
-        text = (
-            f"draft_vocab_size={draft_vocab} of {vocab} without lm_head.weight: the target's whole output layer would be taken"
-        )
+        text = f"draft_vocab_size={draft_vocab} of {vocab} without lm_head.weight: the target's output layer would be taken"
         findings.error(engines, "lm_head", text)
     if "d2t" not in tensors:
         text = f"draft_vocab_size={draft_vocab} of {vocab} without d2t: drafts would be the first {draft_vocab} ids"
@@ -437,7 +435,7 @@ def _check_layer_ids(
             findings.error(engines, "layer_ids", text)
         return _check_num_taps(config, tensors, target_hidden, 3, None, findings)
     if top is None and tapped != default:
-        text = f"{LAYER_IDS} stands in eagle_config alone, where vLLM takes other layers; write {tapped} at top level"
+        text = f"{LAYER_IDS} is in eagle_config alone, where vLLM takes other layers; write {tapped} at top level"
         findings.error("vllm", "layer_ids", text)
     if nested is None and top != default:
         text = f"{LAYER_IDS} at top level is not read by SGLang; write {[i - 1 for i in tapped]} in eagle_config too"

@@ -1,7 +1,8 @@
-"""Timing our engine against Hugging Face's on the same prompts, and against itself; `eval/bench.py` and `eval/gpu.py` call it.
+"""Timing our engine against Hugging Face's on the same prompts, and the share of time outside forwards; `eval/bench.py` and
+`eval/gpu.py` call it.
 
-Comparisons are ratios of times taken side by side: within a round every contender decodes the same prompt, one after the other,
-so a slow moment of the machine hits them alike.
+Comparisons are ratios of times taken in turn: every contender decodes the same prompt, one after the other, so that a slow
+moment of the machine hits them alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Decode = Callable[[list[int]], int]  # prompt ids -> number of tokens generated
 
 @dataclass
 class Timing:
-    """Seconds, CPU seconds of the process and tokens per prompt, prefill included (both sides pay it)."""
+    """Seconds, CPU seconds of the process and tokens of each prompt, prefill included."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -51,32 +52,33 @@ class Timing:
 
 
 def run_side_by_side(contenders: dict[str, Decode], prompts: list[list[int]]) -> dict[str, Timing]:
-    """Time every contender on every prompt, in turn. The first prompt is decoded once more beforehand, as a warm-up."""
+    """Time every contender on every prompt, in turn. The first prompt is decoded once beforehand, as a warm-up."""
     timings = {name: Timing() for name in contenders}
     for decode in contenders.values():
         decode(prompts[0])
     for prompt in prompts:
         for name, decode in contenders.items():
-            began, began_cpu = time.perf_counter(), time.process_time()
+            begin = time.perf_counter()
+            begin_cpu = time.process_time()
             count = decode(prompt)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            timings[name].seconds.append(time.perf_counter() - began)
-            timings[name].cpu_s.append(time.process_time() - began_cpu)
+            timings[name].seconds.append(time.perf_counter() - begin)
+            timings[name].cpu_s.append(time.process_time() - begin_cpu)
             timings[name].tokens.append(count)
     return timings
 
 
-def ratios(ours: Timing, theirs: Timing) -> dict[str, Any]:
-    """ours / theirs in tokens/s, over prompts: the median, what lies between the 10th and the 90th percentile, and the median
-    by CPU time; and of all prompts together."""
-    by_wall = ours.rates / theirs.rates
+def ratios(ours: Timing, baseline: Timing) -> dict[str, Any]:
+    """ours / baseline in tokens/s: median over prompts, 10th and 90th percentile, and median by CPU time; and the ratio of all
+    prompts together."""
+    by_wall = ours.rates / baseline.rates
     return {
         "ratio": float(np.median(by_wall)),
         "ratio_range": np.quantile(by_wall, [0.1, 0.9]).tolist(),
-        "cpu_ratio": float(np.median(ours.cpu_rates / theirs.cpu_rates)),
-        "pooled_ratio": ours.tokens_per_s / theirs.tokens_per_s,
-        "wall_over_cpu": [ours.wall_over_cpu, theirs.wall_over_cpu],
+        "cpu_ratio": float(np.median(ours.cpu_rates / baseline.cpu_rates)),
+        "pooled_ratio": ours.tokens_per_s / baseline.tokens_per_s,
+        "wall_over_cpu": [ours.wall_over_cpu, baseline.wall_over_cpu],
     }
 
 
@@ -86,7 +88,7 @@ def ours(engine: Engine, max_tokens: int) -> Decode:
     reset = getattr(engine.proposer, "reset", lambda: None)
 
     def decode(prompt: list[int]) -> int:
-        reset()  # a memory of responses would know this very answer from the warm-up, or from another round
+        reset()  # a memory of responses would have this answer from the warm-up or another round
         request = Request("0", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
         return sum(len(done.output_token_ids) for done in engine.run([request]))
 
@@ -94,7 +96,7 @@ def ours(engine: Engine, max_tokens: int) -> Decode:
 
 
 def hugging_face(model: Any, max_tokens: int, **options: Any) -> Decode:
-    """Greedy `generate` of one prompt; options choose prompt lookup or an assistant."""
+    """Greedy `generate` of one prompt; options: prompt lookup, or an assistant."""
 
     def decode(prompt: list[int]) -> int:
         ids = torch.tensor([prompt], device=model.device)
@@ -108,12 +110,13 @@ def hugging_face(model: Any, max_tokens: int, **options: Any) -> Decode:
 
 @contextlib.contextmanager
 def forwards_timed() -> Iterator[Callable[[], float]]:
-    """Within the block, forwards of every CausalLM are timed; yields a function that returns their seconds so far."""
-    plain, clocks = CausalLM.forward, []
+    """Time the forwards of every CausalLM within the block; yields a function that returns their seconds so far."""
+    forward = CausalLM.forward
+    clocks = []
 
     def timed(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
         clock = Clock(self.device)
-        out = plain(self, *args, **kwargs)
+        out = forward(self, *args, **kwargs)
         clock.mark()
         clocks.append(clock)
         return out
@@ -122,16 +125,16 @@ def forwards_timed() -> Iterator[Callable[[], float]]:
     try:
         yield lambda: sum(clock.seconds()[0] for clock in clocks)
     finally:
-        CausalLM.forward = plain  # type: ignore[method-assign]
+        CausalLM.forward = forward  # type: ignore[method-assign]
 
 
 def share_outside_forwards(engine: Engine, requests: list[Request]) -> tuple[float, float]:
-    """(share of the time that the engine spends outside target and draft forwards, tokens/s), prefill included."""
-    engine.prepare(*requests)  # setting memory aside happens once, not per step
+    """(share of the engine's time outside target and draft forwards, tokens/s), prefill included."""
+    engine.prepare(*requests)  # memory is reserved once, not per step
     with forwards_timed() as forward_s:
-        began = time.perf_counter()
+        begin = time.perf_counter()
         count = sum(len(done.output_token_ids) for done in engine.run(requests))
         if engine.target.device.type == "cuda":
             torch.cuda.synchronize()
-        total = time.perf_counter() - began
+        total = time.perf_counter() - begin
     return 1 - forward_s() / total, count / total

@@ -53,7 +53,7 @@ class Metrics:
 
     def add(self, row: dict[str, Any]) -> None:
         if self.rows.rows and self.rows.rows[-1]["step"] >= row["step"]:
-            self.rows.keep([old for old in self.rows.rows if old["step"] < row["step"]])
+            self.rows.replace_rows([old for old in self.rows.rows if old["step"] < row["step"]])
         self.rows.add(row)
         if self.run is not None:
             self.run.log(dict(_flat(row)), step=row["step"])

@@ -1,4 +1,4 @@
-"""A run's directory and what is written there: one JSON line per request as it finishes, and W&B when asked for.
+"""A run's directory and its files: one JSON line per request as it finishes, and a summary.
 
 A directory that holds a run is never overwritten. Lines are appended and flushed one by one, so an interruption loses only
 requests that had not finished; `resume` goes on from there.
@@ -20,7 +20,7 @@ from specdec import __version__, hub, lock, script
 from specdec.checked import first_mistake
 from specdec.checkpoint import native
 from specdec.core import Request
-from specdec.files import parse_json, read_json, read_json_object, writing
+from specdec.files import parse_json, read_json, read_json_object, write_atomically, writing
 from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
 from specdec.model.target import CausalLM
@@ -31,7 +31,7 @@ from specdec.speculative_config import SpeculativePlan
 MARKER = "run.json"
 LOCK = ".lock"
 WANDB_ID = "wandb.json"
-_WRITTEN = (  # names that runs write under
+_FILES = (  # that runs write
     "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
     "run.png", "train.png", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
     "cost.json", "cost.png", WANDB_ID,
@@ -41,11 +41,14 @@ _TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "prefill_cpu_s", "dec
 
 
 def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
-    """Lock a directory for this run alone, before anything expensive; `claim` takes it. It is made if there is none, and goes
-    again if nothing is written there. Of the processes of one run, the first one does it for all.
+    """Lock a directory for this run, before anything expensive; `claim` marks it as the run's. A missing directory is made, and
+    removed again if nothing is written there. In a run of several processes the main one does it for all.
 
-    resumes: whether the script can go on with a run. Raises ValueError if another process has the directory, if it holds a run
-    and resume is false, or holds none and resume is true.
+    out_dir: the directory.
+    resume: go on with the run that it holds.
+    resumes: whether the script can go on with a run.
+
+    Raises ValueError if another process has the directory, if it holds a run and resume is false, or none and resume is true.
     """
     if not script.is_main_process():
         return
@@ -54,47 +57,54 @@ def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
     if resume and not (out_dir / MARKER).exists():
         raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
     if resume or lock.is_free(out_dir / LOCK):
-        _refuse_taken(out_dir, resume, resumes)
+        _check_out_dir(out_dir, resume, resumes)
     lock.acquire(out_dir / LOCK, f"out_dir={out_dir}")
-    _refuse_taken(out_dir, resume, resumes)  # now that no other process can come in between
+    _check_out_dir(out_dir, resume, resumes)  # again, now that no other process can write there
 
 
-def _refuse_taken(out_dir: Path, resume: bool, resumes: bool) -> None:
-    taken = (out_dir / MARKER).exists()
-    if taken and not resume:
+def _check_out_dir(out_dir: Path, resume: bool, resumes: bool) -> None:
+    has_run = (out_dir / MARKER).exists()
+    if has_run and not resume:
         go_on = ", or resume=true to go on with it" if resumes else ""
         raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir={go_on}")
-    if not taken and out_dir.is_dir():
-        found = sorted(path.name for path in out_dir.iterdir() if path.name in _WRITTEN or path.suffix == ".safetensors")
-        if found:
-            raise ValueError(f"out_dir={out_dir} holds {found[0]}, which is of no run of ours; give another out_dir=")
+    if not has_run and out_dir.is_dir():
+        names = sorted(path.name for path in out_dir.iterdir() if path.name in _FILES or path.suffix == ".safetensors")
+        if names:
+            raise ValueError(f"out_dir={out_dir} holds {names[0]}, which is of no run of ours; give another out_dir=")
 
 
 def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool = True) -> None:
-    """Take a directory for a run. identity: what must be the same for a run to be resumed.
+    """Mark a directory as that of a run. identity: what must be equal for a run to be resumed; the rest: as of `reserve`.
 
-    Raises ValueError as `reserve` does, and if what is to be resumed is another run.
+    Raises ValueError as `reserve` does, and if the run to resume has another identity.
     """
     reserve(out_dir, resume, resumes)
-    marker = out_dir / MARKER
     if resume:
-        try:
-            before = read_json(marker)
-        except ValueError:
-            before = None
-        if not isinstance(before, dict):
-            raise ValueError(f"{marker}: cannot be read, so nothing is known of the run; give another out_dir=")
-        changed = sorted(key for key in {*before, *identity} if before.get(key) != json.loads(json.dumps(identity)).get(key))
-        if changed:
-            key = changed[0]
-            was, now = before.get(key), json.loads(json.dumps(identity)).get(key)
-            if isinstance(was, dict) and isinstance(now, dict):  # say which of its entries it is
-                inner = next(inner for inner in {**was, **now} if was.get(inner) != now.get(inner))
-                key, was, now = f"{key}.{inner}", was.get(inner), now.get(inner)
-            raise ValueError(f"resume=true, but {key} was {was!r} and is {now!r}; use the same settings or another out_dir=")
+        _check_identity(out_dir / MARKER, json.loads(json.dumps(identity)))
     else:
-        write_json(marker, identity)
+        write_json(out_dir / MARKER, identity)
     script.has_results(out_dir, resumes)
+
+
+def _check_identity(marker: Path, identity: dict[str, Any]) -> None:
+    try:
+        previous = read_json(marker)
+    except ValueError:
+        previous = None
+    if not isinstance(previous, dict):
+        raise ValueError(f"{marker}: cannot be read, so nothing is known of the run; give another out_dir=")
+    changed = sorted(key for key in {*previous, *identity} if previous.get(key) != identity.get(key))
+    if not changed:
+        return
+    key = changed[0]
+    old = previous.get(key)
+    new = identity.get(key)
+    if isinstance(old, dict) and isinstance(new, dict):  # name the entry that differs
+        entry = next(entry for entry in {**old, **new} if old.get(entry) != new.get(entry))
+        key = f"{key}.{entry}"
+        old = old.get(entry)
+        new = new.get(entry)
+    raise ValueError(f"resume=true, but {key} was {old!r} and is {new!r}; use the same settings or another out_dir=")
 
 
 def run_identity(
@@ -122,18 +132,11 @@ def drafter_weights(plan: SpeculativePlan) -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        try:
-            temporary.write_text(json.dumps(value, indent=1, default=str) + "\n")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """JsonlFile of a JSON-lines file, one by one, without touching it; a last line that was cut short is left out."""
+    """Rows of a JSON-lines file, one by one; a last line that was cut short is left out. The file is not changed."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
@@ -148,44 +151,50 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def stats_of(row: dict[str, Any]) -> RequestStats:
-    """The statistics that `request_record` wrote into a row."""
+    """The statistics in a row of `request_record`."""
     return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)})
 
 
-def served_of(row: dict[str, Any]) -> RequestTiming:
-    """A row of a run under load, for `stats.serving_metrics`."""
+def timing_of(row: dict[str, Any]) -> RequestTiming:
+    """The timing in a row of a run under load."""
     return RequestTiming(row["arrival_s"], row["added_s"], stats_of(row))
 
 
 class JsonlFile:
-    """The JSON-lines file of one pass over the tasks. keep: hold the rows in memory too."""
+    """The JSON-lines file of one pass over the tasks. Rows of an interrupted run are read first.
+
+    path: of the file.
+    keep: hold the rows in memory too.
+    """
 
     def __init__(self, path: Path, keep: bool = True):
-        self.path, self._keep = path, keep
+        self.path = path
         self.rows: list[dict[str, Any]] = []
+        self._keep = keep
         if path.exists():
             self._recover()
         self._file = path.open("a", encoding="utf-8")
 
     def _recover(self) -> None:
-        """Read what an interrupted run left; a last line that was cut short is dropped. Any other line that is not ours is a
-        ValueError, and nothing is touched."""
-        self.path.with_name(f".{self.path.name}.tmp").unlink(missing_ok=True)  # of a process that was killed in `keep`
-        good = 0
+        """Read the rows; a last line that was cut short is dropped. Any other malformed line is a ValueError, and the file is
+        not changed."""
+        # of a process that was killed in `replace_rows`
+        self.path.with_name(f".{self.path.name}.tmp").unlink(missing_ok=True)
+        size = 0
         lines = self.path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
+            is_complete = line.endswith(b"\n")
             try:
                 row = parse_json(line, str(self.path))
-                whole = isinstance(row, dict) and line.endswith(b"\n")
             except ValueError:
-                whole = False
-            if not whole:
-                if number < len(lines) or line.endswith(b"\n"):
+                row = None
+            if not isinstance(row, dict) or not is_complete:
+                if number < len(lines) or is_complete:
                     raise ValueError(f"{self.path}, line {number}: not a row of ours; move the file away, or mend the line")
                 break
             self.rows.append(row)
-            good += len(line)
-        os.truncate(self.path, good)
+            size += len(line)
+        os.truncate(self.path, size)
 
     @property
     def answered(self) -> dict[str, list[int]]:
@@ -202,14 +211,12 @@ class JsonlFile:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
-    def keep(self, rows: list[dict[str, Any]]) -> None:
-        """Forget all other rows, in the file too."""
+    def replace_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Have these rows in place of all others, in the file too."""
         self._file.close()
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        with writing(self.path):
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            temporary.replace(self.path)
-        self.rows, self._file = rows, self.path.open("a", encoding="utf-8")
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.rows = rows
+        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         with writing(self.path):
@@ -217,7 +224,7 @@ class JsonlFile:
 
 
 def request_record(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:
-    """One request's line. common: method, rejection, K, lossless: what is the same for the whole run."""
+    """The row of a finished request. common: what is the same for the whole run, such as method, rejection, K, lossless."""
     stats = request.stats
     metrics = request_metrics(stats)
     return {
@@ -342,33 +349,39 @@ class RequestRow(BaseModel):
 
 
 def check_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Raise ValueError, one line with the row's number, for a row that eval/run.py did not write: one that lacks a key, or has
-    a value of another type."""
+    """Raise ValueError, one line with the row's number, for a row that eval/run.py did not write: one without a key, or with a
+    value of another type."""
     for number, row in enumerate(rows, 1):
-        _hold(RequestRow, row, f"{path}, line {number}", "move the file away, or mend the line")
+        _check(RequestRow, row, f"{path}, line {number}", "move the file away, or mend the line")
 
 
 def read_summary(directory: Path, fix: str, keys: Iterable[str] = ("overall",), numbers: Iterable[str] = ()) -> dict[str, Any]:
-    """The summary.json of a finished run of eval/run.py. keys: those that must be there; numbers: those that must be there
-    overall and in every category. Raises ValueError, one line that ends with `fix`, for one that is not there, not whole, or
-    of other types than are written."""
+    """The summary.json of a finished run of eval/run.py.
+
+    directory: out_dir of the run.
+    fix: the end of the error lines.
+    keys: that must be there.
+    numbers: that must be there overall and in every category.
+
+    Raises ValueError, one line, for a file that is missing, malformed, or lacks a key.
+    """
     path = directory / "summary.json"
     summary = read_json_object(path, fix)
-    _hold(Summary, summary, path, fix)
+    _check(Summary, summary, path, fix)
     parts = {"overall": summary.get("overall", {}), **{f"categories.{k}": v for k, v in summary.get("categories", {}).items()}}
-    lacking = [key for key in keys if key not in summary]
-    lacking += [f"{part}.{key}" for part, own in parts.items() for key in numbers if key not in own]
-    if lacking:
-        raise ValueError(f"{path} lacks {lacking[0]!r}; {fix}")
+    missing = [key for key in keys if key not in summary]
+    missing += [f"{name}.{key}" for name, part in parts.items() for key in numbers if key not in part]
+    if missing:
+        raise ValueError(f"{path} lacks {missing[0]!r}; {fix}")
     return summary
 
 
 def check_numbers(row: dict[str, Any], where: str) -> None:
-    """Raise ValueError, one line that begins with `where`, for a row of metrics whose numbers are none."""
-    _hold(Numbers, row, where, "it was altered")
+    """Raise ValueError, one line that begins with `where`, for a row of metrics with values of other types."""
+    _check(Numbers, row, where, "it was altered")
 
 
-def _hold(record: type[BaseModel], values: dict[str, Any], where: Path | str, fix: str) -> None:
+def _check(record: type[BaseModel], values: dict[str, Any], where: Path | str, fix: str) -> None:
     try:
         record.model_validate(values)
     except ValidationError as error:

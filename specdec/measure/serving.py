@@ -238,8 +238,8 @@ def run_interleaved(
     seed: int,
     one_at_a_time: bool = False,
 ) -> Iterator[tuple[str, Task, RequestTiming, Request]]:
-    """All engines decode a piece of the tasks, then all of them the next one. Yields (name of the engine, task, timing, request)
-    as requests finish.
+    """All engines decode a piece of the tasks, then all of them the next one. Yields (name of the engine, task, timing,
+    request) as requests finish.
 
     Within a piece the engines alternate step by step, each by a clock that runs in its own steps alone and jumps over its idle
     times: a slow moment of the machine hits them alike. So they need a cache each. Requests, seeds and arrival times are the

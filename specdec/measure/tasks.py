@@ -1,5 +1,5 @@
-"""Prompts to decode: the demo set that ships with the package, or JSON lines; conversations of several turns; and their way
-through an engine."""
+"""Prompts to decode: the demo set of the package, or JSON lines; conversations of several turns; and decoding them with an
+engine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ DEMO = Path(__file__).parents[1] / "assets" / "demo.jsonl"
 
 @dataclass(frozen=True)
 class Task:
-    """User turns, answered one after the other as one conversation; system: a message in front of them; tools: the JSON text of
-    the functions that may be called, for the chat template."""
+    """A conversation to decode.
+
+    id, category: for the records.
+    turns: user turns, answered one after the other.
+    system: a message in front of them.
+    tools: JSON text of the functions that may be called, for the chat template.
+    """
 
     id: str
     category: str
@@ -42,7 +47,7 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
     """Tasks of a JSON-lines file with `turns` and, optionally, `category`, `id` (or `question_id`), `system` and `tools` (JSON
     schemas, or their JSON text). A note on stderr counts fields that nothing reads.
 
-    limit: so many tasks, taken from the categories in turn. A malformed line is a ValueError with its number.
+    limit: number of tasks, taken from the categories in turn (None: all). A malformed line is a ValueError with its number.
     """
     if not isinstance(path, str | Path):
         raise ValueError(f"task.path={short_repr(path)} is no path of a file")
@@ -52,31 +57,32 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
     if not path.is_file():
         raise ValueError(f"task.path={path}: no such file")
     tasks: list[Task] = []
-    seen: set[str] = set()
+    ids: set[str] = set()
     unused: Counter[str] = Counter()
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                task, others = _parse(line, f"{path}, line {number}", number)
-                unused.update(others)
-                if task.id in seen:
+                task, unused_fields = _parse(line, f"{path}, line {number}", number)
+                unused.update(unused_fields)
+                if task.id in ids:
                     raise ValueError(f"{path}, line {number}: the id {task.id!r} has been used before; make ids unique")
-                seen.add(task.id)
+                ids.add(task.id)
                 tasks.append(task)
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
     if unused and script.is_main_process():
         print(f"note: {path}: {unused_note(unused)}", file=sys.stderr)
-    return tasks if limit is None else _spread(tasks, limit)
+    return tasks if limit is None else _by_category_in_turn(tasks, limit)
 
 
 def _parse(line: bytes, where: str, number: int) -> tuple[Task, list[str]]:
-    """A line's task, and its fields that nothing reads."""
+    """The task of a line, and the fields that nothing reads."""
     row = parse_json(line, where)
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{where}: needs 'turns', a list of non-empty user turns")
-    name, category = row.get("id", row.get("question_id", number)), row.get("category", "all")
+    name = row.get("id", row.get("question_id", number))
+    category = row.get("category", "all")
     for key, value, kinds in (("id", name, str | int), ("category", category, str)):
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ValueError(f"{where}: {key}={short_repr(value)} must be text{' or a number' if key == 'id' else ''}")
@@ -91,13 +97,13 @@ def _parse(line: bytes, where: str, number: int) -> tuple[Task, list[str]]:
     return Task(str(name), category, tuple(turns), system or None, json.dumps(tools) if tools else None), unused
 
 
-def _spread(tasks: list[Task], limit: int) -> list[Task]:
-    """The first of every category, then the second of every category, ...; in the file's order."""
-    rank: dict[str, int] = defaultdict(int)
+def _by_category_in_turn(tasks: list[Task], limit: int) -> list[Task]:
+    """The first task of every category, then the second of every category, ..., up to limit; in the file's order."""
+    count_of: dict[str, int] = defaultdict(int)
     order = []
     for place, task in enumerate(tasks):
-        order.append((rank[task.category], place))
-        rank[task.category] += 1
+        order.append((count_of[task.category], place))
+        count_of[task.category] += 1
     return [tasks[place] for place in sorted(place for _, place in sorted(order)[:limit])]
 
 
@@ -108,9 +114,9 @@ def first_prompt_ids(tokenizer: Any, task: Task) -> list[int]:
 
 def check_shown(tokenizer: Any, task: Task) -> None:
     """Raise ValueError, one line, if the chat template does not show a task's system message or its tools."""
-    whole = first_prompt_ids(tokenizer, task)
+    ids = first_prompt_ids(tokenizer, task)
     for key, without in (("system", replace(task, system=None)), ("tools", replace(task, tools=None))):
-        if without != task and first_prompt_ids(tokenizer, without) == whole:
+        if without != task and first_prompt_ids(tokenizer, without) == ids:
             raise ValueError(f"task {task.id}: the chat template does not show its {key}; leave {key} out of the row")
 
 
@@ -127,8 +133,8 @@ def prompt_ids(
         messages.append({"role": "user", "content": turn})
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
-    given = json.loads(tools) if tools else None
-    text = render_chat(tokenizer, messages, tools=given, add_generation_prompt=True)
+    schemas = json.loads(tools) if tools else None
+    text = render_chat(tokenizer, messages, tools=schemas, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -137,17 +143,22 @@ def decode(
 ) -> Iterator[tuple[Task, int, Request]]:
     """Decode every turn of every task; yields (task, turn number from 1, request) as each finishes.
 
-    answered: output tokens of requests that an earlier run finished, by request id; they are not decoded again.
     A request's id is the task's id and the turn; its seed depends on these and `seed` only, not on which other tasks there are.
+
+    engine: decodes.
+    tasks: to decode, in this order.
+    params, seed: of the requests.
+    answered: output tokens of requests that an earlier run finished, by request id; they are not decoded again.
     """
-    tokenizer, answered = engine.target.tokenizer, dict(answered or {})
-    of: dict[str, tuple[Task, int]] = {}
+    tokenizer = engine.target.tokenizer
+    answered = dict(answered or {})
+    origin: dict[str, tuple[Task, int]] = {}  # task and turn by request id
 
     def text_of(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     def next_request(task: Task) -> Request | None:
-        """The first turn that has no answer."""
+        """The first turn without an answer."""
         answers: list[str] = []
         for turn in range(1, len(task.turns) + 1):
             name = request_id(task, turn)
@@ -155,19 +166,20 @@ def decode(
                 answers.append(text_of(answered[name]))
                 continue
             ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system, task.tools)
-            of[name] = (task, turn)
-            own = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
-            return Request(name, ids, params, own, task.category)
+            origin[name] = (task, turn)
+            request_seed = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
+            return Request(name, ids, params, request_seed, task.category)
         return None
 
     def fits(request: Request | None) -> bool:
-        """A later turn holds the answers before it, so its length is known only now; one too long ends the conversation."""
+        """Whether the engine can decode it. A later turn has the answers before it in its prompt, so its length is known only
+        now; one that is too long ends the conversation."""
         if request is None:
             return False
         try:
             engine.check(request)
         except ValueError as error:
-            if of[request.id][1] == 1:
+            if origin[request.id][1] == 1:
                 raise
             if engine.target.processes.is_main:
                 print(f"note: {error}; the conversation ends here", file=sys.stderr)
@@ -176,7 +188,7 @@ def decode(
 
     first = [request for task in tasks if fits(request := next_request(task)) and request]
     for request in engine.run(first):
-        task, turn = of.pop(request.id)
+        task, turn = origin.pop(request.id)
         answered[request.id] = request.output_token_ids
         if turn < len(task.turns):
             following = next_request(task)
@@ -186,8 +198,8 @@ def decode(
 
 
 def groups(tasks: list[Task], max_batch_size: int) -> list[list[Task]]:
-    """Cut into pieces that methods decode in turn, so that a slow moment of the machine hits them alike: one task each, or
-    several times as many as there are rows, so that batches stay full for most of a piece."""
+    """The tasks in pieces that methods decode in turn, so that a slow moment of the machine hits them alike. A piece is one
+    task, or several times as many as there are rows, so that batches stay full for most of it."""
     size = 1 if max_batch_size == 1 else 4 * max_batch_size
     return [tasks[i : i + size] for i in range(0, len(tasks), size)]
 
@@ -197,17 +209,19 @@ def request_id(task: Task, turn: int) -> str:
 
 
 def fingerprint(tasks: list[Task]) -> str:
-    """A hash of what is asked, for telling whether two runs had the same prompts."""
-    last = [("tools", task.tools) if task.tools else () for task in tasks]
-    own = [(task.id, task.turns, task.system) if task.system else (task.id, task.turns) for task in tasks]
-    text = json.dumps([(*first, *more) for first, more in zip(own, last, strict=True)])
+    """A hash of the prompts, to see whether two runs had the same."""
+    entries = []
+    for task in tasks:
+        system = (task.system,) if task.system else ()
+        tools = ("tools", task.tools) if task.tools else ()
+        entries.append((task.id, task.turns, *system, *tools))
+    text = json.dumps(entries)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prepare(engine: Engine, tasks: list[Task], params: SamplingParams) -> None:
-    """Check the tasks' first turns and make room for them: errors come before anything runs."""
+    """Check the tasks' first turns and reserve memory for them: errors come before anything runs."""
     tokenizer = engine.target.tokenizer
     for task in tasks:
         check_shown(tokenizer, task)
-    first = [first_prompt_ids(tokenizer, task) for task in tasks]
-    engine.prepare(*(Request(request_id(task, 1), ids, params) for task, ids in zip(tasks, first, strict=True)))
+    engine.prepare(*(Request(request_id(task, 1), first_prompt_ids(tokenizer, task), params) for task in tasks))

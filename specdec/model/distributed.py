@@ -143,7 +143,7 @@ def join(size: int, device: torch.device) -> ProcessGroup:
     """The group of `size` processes that torchrun has started, this one among them. Raises ValueError, one line, if it has
     started another number of them."""
     if type(size) is not int or size < 1:
-        raise ValueError(f"tensor_parallel_size={size!r}: a whole number, at least 1 is needed")
+        raise ValueError(f"tensor_parallel_size={size!r}: an integer of at least 1 is needed")
     if size == 1:
         return SINGLE
     if num_started() != size or "RANK" not in os.environ:

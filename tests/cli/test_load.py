@@ -501,7 +501,7 @@ def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
     rows = list(records.rows_in(out_dir / "requests.jsonl"))
     assert 20 <= len(rows) < 2000
     assert len({row["id"] for row in rows}) == len(rows)
-    assert stats.serving_metrics([records.served_of(row) for row in rows])["num_requests"] == len(rows)
+    assert stats.serving_metrics([records.timing_of(row) for row in rows])["num_requests"] == len(rows)
     assert list(records.rows_in(out_dir / "steps.jsonl"))
     assert not (out_dir / "summary.json").exists()
     assert len(arrivals.read_trace(out_dir / "requests.jsonl")) == len(rows)

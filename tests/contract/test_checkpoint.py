@@ -1426,7 +1426,7 @@ def test_a_drafter_is_no_draft_model(tmp_path: Path, one_line: Any) -> None:
 
 def test_a_trained_embedding_is_not_supported(tmp_path: Path, one_line: Any) -> None:
     edited(written(tmp_path, "eagle3", "vllm"), put(embed_tokens__weight=torch.randn(VOCAB, HIDDEN)))
-    one_line(lambda: Eagle3(loaded(), checkpoint.load(tmp_path), 1), "a trained embedding is not supported here")
+    one_line(lambda: Eagle3(loaded(), checkpoint.load(tmp_path), 1), "a trained embedding is not supported")
 
 
 # ------------------------------------------------------------------------------------------------ whose numbers, what command

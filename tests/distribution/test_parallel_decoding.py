@@ -270,7 +270,7 @@ def test_one_process_says_how_to_start_more() -> None:
     error = error_of(lambda: LLM("tiny-llama", device="cpu", tensor_parallel_size=2))
     assert error.startswith("tensor_parallel_size=2, and torchrun has not started this; type torchrun --nproc_per_node 2 ")
     assert "\n" not in error
-    with pytest.raises(ValueError, match="tensor_parallel_size=0: a whole number, at least 1 is needed"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=0: an integer of at least 1 is needed"):
         LLM("tiny-llama", device="cpu", tensor_parallel_size=0)
     given = {**LM, "model": "tiny-llama", "draft_tensor_parallel_size": 2}
     with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 must be 1 or the target's tensor_parallel_size=1"):

@@ -248,7 +248,7 @@ def test_the_summary_has_them_for_composed_methods_only() -> None:
     summary = run_report.summarize(run, {}, category_of, None)
     for numbers in (summary["overall"], *summary["categories"].values()):
         assert sum(part["num_steps"] for part in numbers["proposers"].values()) == numbers["num_steps"]
-    assert run_report.proposer_table(summary).row_count == 3
+    assert run_report.tables(summary | {"busy": []}, "title")[2].row_count == 3
     plain = RequestStats()
     plain.add(3, 2, 3, 0.1, 0.2, 1)
     assert stats.by_proposer([plain]) == {}

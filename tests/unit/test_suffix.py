@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from specdec.core import Context, Request
+from specdec.drafter import suffix_tree
+from specdec.drafter.suffix_tree import NONE, ROOT, SuffixTree, SuffixTreeReference, warm_up
 from specdec.method import suffix
-from specdec.method.suffix import NONE, ROOT, ReferenceTree, Suffix, SuffixTree, measure, warm_up
+from specdec.method.suffix import Suffix, measure
 from specdec.params import SamplingParams
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "drafters.json").read_text())["suffix_path"]
 ARCTIC = json.loads((Path(__file__).parents[1] / "vectors" / "suffix_arctic.json").read_text())  # what the real one answered
-KERNELS = (suffix._extend, suffix._remove, suffix._move, suffix._rehash, suffix._speculate, suffix._counts)
-TREES = (ReferenceTree, SuffixTree)
+KERNEL_NAMES = ("_extend", "_remove", "_move", "_rehash", "_speculate", "_counts")
+KERNELS = tuple(getattr(suffix_tree, name) for name in KERNEL_NAMES)
+TREES = (SuffixTreeReference, SuffixTree)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +30,7 @@ def _compiled() -> None:
     warm_up()
 
 
-def in_words(speculation: suffix.Speculation) -> tuple[list[int], list[float], float, int]:
+def in_words(speculation: suffix_tree.Speculation) -> tuple[list[int], list[float], float, int]:
     tokens, probs, score, match_len = speculation
     assert tokens.dtype == np.int64
     assert probs.dtype == np.float32
@@ -98,7 +101,7 @@ class Both:
     def __init__(self, depth: int, vocab: int, rng: random.Random) -> None:
         self.vocab = vocab
         self.rng = rng
-        self.reference = ReferenceTree(depth)
+        self.reference = SuffixTreeReference(depth)
         self.fast = SuffixTree(depth)
         self.num_started = 0
 
@@ -147,7 +150,7 @@ class Both:
 Path = tuple[int, ...]
 
 
-def paths(node: ReferenceTree.Node, prefix: Path = ()) -> dict[Path, int]:
+def paths(node: SuffixTreeReference.Node, prefix: Path = ()) -> dict[Path, int]:
     """The counts of a reference tree by path, siblings in their order."""
     counts = {}
     assert set(node.order) == set(node.children)
@@ -222,7 +225,8 @@ def test_fast_tree_is_the_reference(depth: int) -> None:
 
 def assert_empty(tree: SuffixTree) -> None:
     """No node, group, table entry, token or pool position is left behind."""
-    assert tree.num_nodes == tree.num_tokens == tree._trie.tally[suffix.HASHED] == tree._trie.tally[suffix.GROUPS] == 0
+    assert tree.num_nodes == tree.num_tokens == 0
+    assert tree._trie.tally[suffix_tree.HASHED] == tree._trie.tally[suffix_tree.GROUPS] == 0
     assert (tree._trie.slot_H == NONE).all()
     assert tree._holes == [(0, len(tree._trie.token_P))]
 
@@ -444,11 +448,11 @@ def test_proposer_against_reference_trees() -> None:
     depth = 8
     k = 5
     proposer = Suffix(k, suffix_decoding_max_tree_depth=depth, suffix_decoding_max_cached_requests=2)
-    responses = ReferenceTree(depth)
+    responses = SuffixTreeReference(depth)
     cached = []
     num_drafted = 0
     num_begun = 0
-    running: dict[int, tuple[int, int, list[int], ReferenceTree]] = {}  # key, length seen, tokens, tree
+    running: dict[int, tuple[int, int, list[int], SuffixTreeReference]] = {}  # key, length seen, tokens, tree
     for _ in range(300):
         for row in range(3):
             if row not in running and rng.random() < 0.5:
@@ -459,7 +463,7 @@ def test_proposer_against_reference_trees() -> None:
                 cached.append(num_begun)
                 if len(cached) > 2:
                     responses.remove(cached.pop(0))
-                tree = ReferenceTree(depth)
+                tree = SuffixTreeReference(depth)
                 tree.start(0)
                 tree.extend(0, prompt)
                 running[row] = (num_begun, len(prompt), prompt, tree)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from specdec.measure.report.table import new_table, number
+from specdec.measure.report.table import interval, new_table, number
 
 
 def bench_tables(results: dict[str, Any]) -> list[Table]:
@@ -17,21 +17,20 @@ def bench_tables(results: dict[str, Any]) -> list[Table]:
 def _speed_table(results: dict[str, Any]) -> Table:
     machine = results["environment"]
     where = f"{machine['processor']}, torch {machine['torch']}, transformers {machine['transformers']}"
-    heads = ["tokens/s", "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"]
-    table = new_table(f"tokens/s, batch 1, prefill included ({where})", ["dtype", "threads", "ours"], ["tokens/s"], wrap=True)
+    table = new_table(f"tokens/s, batch 1, prefill included ({where})", ["dtype", "threads"], [])
+    table.add_column("ours")
     table.add_column("Hugging Face")
-    for head in heads:
+    for head in ("tokens/s", "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"):
         table.add_column(head, justify="right")
     for line in results["speed"]:
         table.add_row(
             line["dtype"],
             str(line["threads"]),
             line["ours"],
-            number(line["ours_tokens_per_s"], 1),
             line["theirs"],
-            number(line["theirs_tokens_per_s"], 1),
+            f"{line['ours_tokens_per_s']:.1f} / {line['theirs_tokens_per_s']:.1f}",
             number(line["ratio"]),
-            "{:.2f} to {:.2f}".format(*line["ratio_range"]),
+            interval(line["ratio_range"]),
             number(line["cpu_ratio"]),
             number(line["pooled_ratio"]),
         )

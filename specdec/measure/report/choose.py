@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from specdec.measure.report.figure import log_scale, saved_figure
 from specdec.measure.report.table import median_and_p99, new_table, number, percent
 
 Numbers = dict[str, Any]  # of a run at a rate, or of a run
-_GAIN_HEADS = ("K", "gain, low", "gain, high", "decoding gain (predicted)", "outputs")
+_GAIN_HEADS = ("K", "gain, low", "gain, high", "outputs")
 _MARKERS = "os^vD<>P*Xhp"
 
 
@@ -87,53 +87,77 @@ def describe_rate(level: str, summary: dict[str, Any]) -> str:
     return f"{level} of plain capacity ({float(level) * summary['plain_requests_per_s']:.2f}/s)"
 
 
-def choose_caption(summary: dict[str, Any]) -> str:
+def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
+    """Gains, a line per run; throughput and latency, a line per rate and run."""
+    return [_gain_table(summary, title), _throughput_table(summary), _latency_table(summary)]
+
+
+def _gain_table(summary: dict[str, Any], title: str) -> Table:
     low = describe_rate(summary["levels"][0], summary)
     high = describe_rate(summary["levels"][-1], summary)
     plain = summary["plain"]
-    return (
-        f"low: {low}; high: {high}. gain, low: mean end-to-end latency of {plain} over that of the run (95 % bootstrap "
-        f"interval over requests); gain, high: output tokens per second of engine time over those of {plain}, likewise. "
+    caption = (
+        f"low: {low}; high: {high}. gain, low: mean end-to-end latency of {plain} over that of the run; gain, high: output "
+        f"tokens per second of engine time over those of {plain}; both with a 95 % bootstrap interval over requests. outputs: "
+        f"requests whose tokens equal those of {plain}, or in which sense the output is the target's."
+    )
+    header, lines = choose_cells(summary)
+    table = new_table(title, ["run"], _GAIN_HEADS, caption)
+    for line in lines:
+        table.add_row(line[0], *(line[header.index(head)] for head in _GAIN_HEADS))
+    return table
+
+
+def _throughput_table(summary: dict[str, Any]) -> Table:
+    caption = (
         "tokens/s: of all time, prefill included; decoding: of decode steps alone, as measured; predicted: of the same steps "
         "by the measured costs; ratio: measured over predicted. A machine that is faster or slower than while costs were "
-        "measured changes the ratio of all runs alike; it cancels in the decoding gain, low | high. TTFT: time to first token, "
-        "from arrival; ITL: inter-token latency, one gap per step; E2E: end-to-end latency; MAL: mean acceptance length; "
-        f"wasted: share of the draft tokens that were not accepted. outputs: requests whose tokens equal those of {plain}, or "
-        "in which sense the output is the target's."
+        "measured changes the ratio of all runs alike. batch: mean rows of a step."
     )
+    heads = ["tokens/s", "decoding", "predicted", "ratio", "tokens/step", "batch"]
+    table = new_table("throughput", ["rate", "run"], heads, caption)
+    for rate, name, n in _by_rate(summary, table):
+        table.add_row(
+            rate,
+            name,
+            number(n["output_tokens_per_s"], 1),
+            number(n["decode_tokens_per_s"], 1),
+            number(n["predicted_tokens_per_s"], 1),
+            number(n["measured_over_predicted"]),
+            number(n["tokens_per_step"]),
+            number(n["mean_batch_size"], 1),
+        )
+    return table
 
 
-def choose_tables(summary: dict[str, Any], title: str) -> list[Table]:
-    """The gains, a line per run; and what they come from, a line per rate and run."""
-    header, lines = choose_cells(summary)
-    gains = new_table(title, ["run"], _GAIN_HEADS)
-    for line in lines:
-        gains.add_row(line[0], *(line[header.index(head)] for head in _GAIN_HEADS))
-    heads = ["tokens/s", "decoding", "predicted", "ratio", "TTFT, s", "ITL, ms", "E2E, s", "batch", "MAL", "tokens/step"]
-    caption = f"a / b: median / 99th percentile. {choose_caption(summary)}"
-    by_rate = new_table("by rate", ["rate", "run"], [], caption)
-    for head in (*heads, "wasted"):
-        by_rate.add_column(head, justify="right")
+def _latency_table(summary: dict[str, Any]) -> Table:
+    caption = (
+        "median / 99th percentile. TTFT: time to first token, from arrival; ITL: inter-token latency, one gap per step; E2E: "
+        "end-to-end latency. MAL: mean acceptance length; wasted: share of the draft tokens that were not accepted."
+    )
+    heads = ["TTFT, s", "ITL, ms", "E2E, s", "MAL", "wasted"]
+    table = new_table("latency and acceptance", ["rate", "run"], heads, caption)
+    for rate, name, n in _by_rate(summary, table):
+        table.add_row(
+            rate,
+            name,
+            median_and_p99(n["time_to_first_token_s"]),
+            median_and_p99(n["inter_token_s"], 1e3, 0),
+            median_and_p99(n["end_to_end_s"]),
+            number(n["mean_acceptance_length"]),
+            percent(n["wasted_share"]),
+        )
+    return table
+
+
+def _by_rate(summary: dict[str, Any], table: Table) -> Iterator[tuple[str, str, Numbers]]:
+    """(rate, run, numbers) of each line; a section of the table for each rate, which its first line names."""
     for level in summary["levels"]:
-        for place, (name, run) in enumerate(summary["runs"].items()):
-            n = run["at"][level]
-            by_rate.add_row(
-                level if place == 0 else "",
-                name,
-                number(n["output_tokens_per_s"], 1),
-                number(n["decode_tokens_per_s"], 1),
-                number(n["predicted_tokens_per_s"], 1),
-                number(n["measured_over_predicted"]),
-                median_and_p99(n["time_to_first_token_s"]),
-                median_and_p99(n["inter_token_s"], 1e3, 0),
-                median_and_p99(n["end_to_end_s"]),
-                number(n["mean_batch_size"], 1),
-                number(n["mean_acceptance_length"]),
-                number(n["tokens_per_step"]),
-                percent(n["wasted_share"]),
-            )
-        by_rate.add_section()
-    return [gains, by_rate]
+        label = level
+        for name, run in summary["runs"].items():
+            yield label, name, run["at"][level]
+            label = ""
+        table.add_section()
 
 
 def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:

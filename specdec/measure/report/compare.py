@@ -13,27 +13,48 @@ from specdec.measure.report.figure import saved_figure
 from specdec.measure.report.table import interval, new_table, number
 
 
-def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
-    """A line per run. by position: share of drafts whose n-th token was accepted; draft / verify: seconds of drafting over
-    those of verifying; 95 %: interval of the speedup over requests; by CPU time: the speedup by the process's CPU time."""
+def compare_tables(runs: dict[str, dict[str, Any]]) -> list[Table]:
+    """Acceptance and speed, a line per run; and both lengths by category."""
+    return [_acceptance_table(runs), _speed_table(runs), _category_table(runs)]
+
+
+def _acceptance_table(runs: dict[str, dict[str, Any]]) -> Table:
     several_schemes = len({summary["rejection"] for summary in runs.values()}) > 1
-    heads = ["K", "mean acceptance length", "by position", "tokens/step", "tokens/s", "draft / verify", "speedup", "95 %"]
-    heads += ["by CPU time", "model", "efficiency", *(["rejection"] if several_schemes else []), "lossless"]
-    table = new_table("runs", ["run"], [])
-    table.add_column("method")
+    heads = ["MAL", "tokens/step", *(["rejection"] if several_schemes else []), "lossless"]
+    caption = "by position: share of drafts whose n-th token was accepted; MAL: mean acceptance length"
+    table = new_table("runs", ["run", "method"], ["K"], caption)
+    table.add_column("by position")
     for head in heads:
         table.add_column(head, justify="right")
+    for name, summary in runs.items():
+        overall = summary["overall"]
+        table.add_row(
+            name,
+            summary["method"],
+            str(summary["num_speculative_tokens"]),
+            " ".join(f"{rate:.2f}" for rate in overall["acceptance_rate_per_position"] or []) or "-",
+            number(overall["mean_acceptance_length"]),
+            number(overall["tokens_per_step"]),
+            *([summary["rejection"]] if several_schemes else []),
+            summary["lossless_short"],
+        )
+    return table
+
+
+def _speed_table(runs: dict[str, dict[str, Any]]) -> Table:
+    caption = (
+        "draft / verify: seconds of drafting over those of verifying; 95 %: interval of the speedup over requests; by CPU "
+        "time: the speedup by the process's CPU time; model: what acceptance and measured forward times predict; efficiency: "
+        "speedup / model."
+    )
+    heads = ["tokens/s", "draft / verify", "speedup", "95 %", "by CPU time", "model", "efficiency"]
+    table = new_table("speed", ["run"], heads, caption)
     for name, summary in runs.items():
         overall = summary["overall"]
         draft_s = overall["draft_s_per_step"]
         verify_s = overall["verify_s_per_step"]
         table.add_row(
             name,
-            summary["method"],
-            str(summary["num_speculative_tokens"]),
-            number(overall["mean_acceptance_length"]),
-            " ".join(f"{rate:.2f}" for rate in overall["acceptance_rate_per_position"] or []) or "-",
-            number(overall["tokens_per_step"]),
             number(overall["decode_tokens_per_s"], 1),
             number(draft_s / verify_s if draft_s is not None and verify_s else None),
             number(overall["speedup"], 2, "x"),
@@ -41,13 +62,11 @@ def compare_table(runs: dict[str, dict[str, Any]]) -> Table:
             number(overall["speedup_cpu"], 2, "x"),
             number(overall["speedup_model"], 2, "x"),
             number(overall["efficiency"]),
-            *([summary["rejection"]] if several_schemes else []),
-            summary["lossless_short"],
         )
     return table
 
 
-def category_table(runs: dict[str, dict[str, Any]]) -> Table:
+def _category_table(runs: dict[str, dict[str, Any]]) -> Table:
     """Mean acceptance length and tokens per step of every category, a line per run."""
     categories = _categories(runs)
     table = new_table("mean acceptance length | tokens/step", ["run"], categories)

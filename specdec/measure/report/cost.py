@@ -21,7 +21,7 @@ def cost_tables(costs: CostTable) -> list[Table]:
         (f"verifying, ms, by tokens of each row ({where})", costs.verify_s, 1),
         (f"drafting, ms, by draft tokens of each row ({about['method']})", costs.draft_s, 0),
     ):
-        table = new_table(title, [], ["batch size", *(str(k + offset) for k in costs.draft_lengths)], wrap=True)
+        table = new_table(title, [], ["batch size", *(str(k + offset) for k in costs.draft_lengths)])
         for rows, line in zip(costs.batch_sizes, seconds, strict=True):
             table.add_row(str(rows), *(number(1e3 * s, 1) for s in line))
         tables.append(table)
@@ -31,7 +31,7 @@ def cost_tables(costs: CostTable) -> list[Table]:
 def schedule_table(costs: CostTable, rates: np.ndarray) -> Table:
     """rates: [rows, k] predicted tokens per second (`cost_table.tokens_per_s`); the best of a line is marked."""
     title = "predicted tokens/s, all rows together, by draft tokens (* best)"
-    table = new_table(title, [], ["batch size", *map(str, range(rates.shape[1]))], wrap=True)
+    table = new_table(title, [], ["batch size", *map(str, range(rates.shape[1]))])
     for rows in costs.batch_sizes:
         rate_K = rates[rows - 1]
         table.add_row(str(rows), *(f"{rate:.1f}{'*' if k == rate_K.argmax() else ' '}" for k, rate in enumerate(rate_K)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,16 @@ def _numbers(
     return result
 
 
-def busy_reasons(summary: dict[str, Any], name: str, has_own_cpu: bool) -> list[str]:
+def busy_reasons(summary: dict[str, Any], name: str, timed_on_cpu: bool) -> list[str]:
     """Why the times of a summary cannot be trusted, a phrase for each reason; empty if they can.
 
     name: of the method.
-    has_own_cpu: the work was done by this process's CPU time, and not by a device or by other processes.
+    timed_on_cpu: the work was done by this process's CPU time, and not by a device or by other processes.
     """
     overall = summary["overall"]
     numbers = {**summary["categories"], "all": overall}
     speedups = {category: (n["speedup"], n["speedup_ideal"]) for category, n in numbers.items()}
-    shares = {name: overall["wall_over_cpu"], PLAIN: overall["baseline_wall_over_cpu"]} if has_own_cpu else {}
+    shares = {name: overall["wall_over_cpu"], PLAIN: overall["baseline_wall_over_cpu"]} if timed_on_cpu else {}
     return stats.busy_reasons(speedups, shares)
 
 
@@ -126,30 +126,46 @@ def lossless_verdict(
     return f"{num_equal}/{len(answered)}", f"{verdict}, {num_equal} of {len(answered)} outputs equal plain decoding"
 
 
-def table(summary: dict[str, Any], title: str) -> Table:
-    """The numbers that a reader compares, a line per category and one for all."""
+def tables(summary: dict[str, Any], title: str) -> list[Table]:
+    """Acceptance and speed, a line per category and one for all; of a composed method, its components too."""
+    components = [_proposer_table(summary)] if "proposers" in summary["overall"] else []
+    return [_acceptance_table(summary, title), _speed_table(summary), *components]
+
+
+def _acceptance_table(summary: dict[str, Any], title: str) -> Table:
     caption = (
         "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. Per position: of all "
-        f"drafts, shorter ones too. tokens/s and speedup: prefill excluded; {PLAIN}: without speculation, in turn with it. model: "
-        "what acceptance and measured forward times predict; efficiency: speedup / model."
+        "drafts, shorter ones too."
     )
-    grid = new_table(title, ["category"], ["requests", "mean acceptance length", "tokens/step"], caption, wrap=True)
-    grid.add_column("acceptance per position", no_wrap=True)
-    by_cpu = ["by CPU time"] if summary["busy"] else []
-    for head in ("steps with draft", "tokens/s", PLAIN, "speedup", *by_cpu, "model", "efficiency"):
-        grid.add_column(head, justify="right")
-    for name, n in [*summary["categories"].items(), ("all", summary["overall"])]:
-        if name == "all":
-            grid.add_section()
+    table = new_table(title, ["category"], ["requests", "mean acceptance length", "tokens/step"], caption)
+    table.add_column("acceptance per position", no_wrap=True)
+    table.add_column("steps with draft", justify="right")
+    for name, n in _by_category(summary, table):
         rates = n["acceptance_rate_per_position"]
         shown = " ".join(f"{rate:.2f}" for rate in rates[:NUM_POSITIONS]) + (" ..." if len(rates) > NUM_POSITIONS else "")
-        grid.add_row(
+        table.add_row(
             name,
             str(n["num_requests"]),
             number(n["mean_acceptance_length"]),
             number(n["tokens_per_step"]),
             shown or "-",
             percent(n["num_drafts"] / n["num_steps"] if n["num_steps"] else None),
+            style="bold" if name == "all" else None,
+        )
+    return table
+
+
+def _speed_table(summary: dict[str, Any]) -> Table:
+    caption = (
+        f"prefill excluded; {PLAIN}: without speculation, in turn with the method. model: what acceptance and measured forward "
+        "times predict; efficiency: speedup / model."
+    )
+    by_cpu = ["by CPU time"] if summary["busy"] else []
+    heads = ["tokens/s", PLAIN, "speedup", *by_cpu, "model", "efficiency"]
+    table = new_table("speed", ["category"], heads, caption)
+    for name, n in _by_category(summary, table):
+        table.add_row(
+            name,
             number(n["decode_tokens_per_s"], 1),
             number(n["baseline_tokens_per_s"], 1),
             number(n["speedup"], 2, "x"),
@@ -158,15 +174,22 @@ def table(summary: dict[str, Any], title: str) -> Table:
             number(n["efficiency"]),
             style="bold" if name == "all" else None,
         )
-    return grid
+    return table
 
 
-def proposer_table(summary: dict[str, Any]) -> Table:
+def _by_category(summary: dict[str, Any], table: Table) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(category, numbers) of each line; the last one, for all, has a section of the table."""
+    yield from summary["categories"].items()
+    table.add_section()
+    yield "all", summary["overall"]
+
+
+def _proposer_table(summary: dict[str, Any]) -> Table:
     """Of a composed method: how often each component drafted, and how much of it was accepted."""
     heads = ["steps", "drafts", "mean acceptance length", "accepted / drafted", "share of output"]
-    grid = new_table("by proposer, all categories", ["proposer"], heads, wrap=True)
+    table = new_table("by proposer, all categories", ["proposer"], heads)
     for name, n in summary["overall"]["proposers"].items():
-        grid.add_row(
+        table.add_row(
             name,
             str(n["num_steps"]),
             str(n["num_drafts"]),
@@ -174,7 +197,7 @@ def proposer_table(summary: dict[str, Any]) -> Table:
             f"{n['num_accepted_tokens']} / {n['num_draft_tokens']}",
             percent(n["output_share"]),
         )
-    return grid
+    return table
 
 
 def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Table and plot of a run under load."""
+"""Tables and plot of a run under load."""
 
 from __future__ import annotations
 
@@ -15,37 +15,45 @@ from specdec.measure.report.table import median_and_p99, new_table, number, perc
 from specdec.measure.stats import RequestTiming
 
 
-def load_table(summary: dict[str, Any], title: str) -> Table:
-    """A line per phase of the request rate, and one for all."""
-    caption = (
-        "a / b: median / 99th percentile. offered, served: requests per second. Latencies are measured from when a request was "
-        "due, waiting included: TTFT: time to first token; ITL: inter-token latency, the gaps between the tokens of a request, "
-        "several of which may be emitted at once, one gap per step; TPOT: time per output token, of each request over its "
-        "tokens; E2E: end-to-end latency. A phase has the latencies of the requests that arrived in it, and the throughput of "
-        "all requests in that time. batch: mean rows of a step; MAL: mean acceptance length; wasted: share of the draft tokens "
-        "that were not accepted."
+def load_tables(summary: dict[str, Any], title: str) -> list[Table]:
+    """Throughput and latency, a line per phase of the request rate and one for all."""
+    throughput_caption = (
+        "offered, served: requests per second. A phase has the throughput of all requests in its time. batch: mean rows of a "
+        "step; wasted: share of the draft tokens that were not accepted."
     )
-    heads = ["requests", "offered /s", "served /s", "tokens/s", "TTFT, s", "ITL, ms", "TPOT, ms", "E2E, s", "batch", "MAL"]
-    table = new_table(title, ["phase"], [*heads, "wasted"], caption)
+    latency_caption = (
+        "median / 99th percentile, from when a request was due, waiting included, of the requests that arrived in the phase. "
+        "TTFT: time to first token; ITL: inter-token latency, the gaps between the tokens of a request, of which a step may "
+        "emit several at once; TPOT: time per output token; E2E: end-to-end latency; MAL: mean acceptance length."
+    )
+    heads = ["requests", "offered /s", "served /s", "tokens/s", "batch", "wasted"]
+    throughput = new_table(title, ["phase"], heads, throughput_caption)
+    latency = new_table("latency", ["phase"], ["TTFT, s", "ITL, ms", "TPOT, ms", "E2E, s", "MAL"], latency_caption)
     for name, n in [*summary["phases"].items(), ("all", summary["overall"])]:
+        style = "bold" if name == "all" else None
         if name == "all":
-            table.add_section()
-        table.add_row(
+            throughput.add_section()
+            latency.add_section()
+        throughput.add_row(
             name,
             str(n["num_requests"]),
             number(n["offered_requests_per_s"]),
             number(n["requests_per_s"]),
             number(n["output_tokens_per_s"], 1),
+            number(n["mean_batch_size"]),
+            percent(n["wasted_share"]),
+            style=style,
+        )
+        latency.add_row(
+            name,
             median_and_p99(n["time_to_first_token_s"]),
             median_and_p99(n["inter_token_s"], 1e3, 1),
             median_and_p99(n["time_per_output_token_s"], 1e3, 1),
             median_and_p99(n["end_to_end_s"]),
-            number(n["mean_batch_size"]),
             number(n["mean_acceptance_length"]),
-            percent(n["wasted_share"]),
-            style="bold" if name == "all" else None,
+            style=style,
         )
-    return table
+    return [throughput, latency]
 
 
 def plot_load(

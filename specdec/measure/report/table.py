@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 
-def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: str | None = None, wrap: bool = False) -> Table:
-    """An empty table.
+def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: str | None = None) -> Table:
+    """An empty table that fits a terminal of 80 columns if it can.
 
     title, caption: above and below it.
-    left, right: heads of the columns, by the side to which their cells are aligned.
-    wrap: break cells that are too wide, in place of cutting them.
+    left, right: heads of the columns, by the side to which their cells are aligned. Those on the right may wrap.
     """
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE, pad_edge=False)
     table.caption = caption
     table.caption_justify = "left"
     table.caption_style = "dim"
     for head in left:
-        table.add_column(head, no_wrap=not wrap)
+        table.add_column(head, no_wrap=True)
     for head in right:
-        table.add_column(head, justify="right", no_wrap=not wrap)
+        table.add_column(head, justify="right")
     return table
 
 
