@@ -25,7 +25,7 @@ with script.one_line():
     import torch
     from torch import Tensor
 
-    from specdec.drafter.base import Init, Objective
+    from specdec.drafter.base import Init, UnrolledObjective
     from specdec.method.eagle3 import Eagle3
     from specdec.model.target import CausalLM
     from specdec.training import features
@@ -58,7 +58,9 @@ def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     ids = draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
     drafter = Eagle3(target, Eagle3.init_checkpoint(target, {}, Init(), ids), 1)
     batch = features.OnlineFeatures(target, drafter.hidden_layers)([sample])
-    objective = Objective(ttt_steps=args.steps, mask_outside_vocab=False)  # every supervised row, as the direct one has it
+    objective = UnrolledObjective(
+        ttt_steps=args.steps, mask_outside_vocab=False
+    )  # every supervised row, as the direct one has it
     drafter.for_training(objective, Init(), batch.hidden(drafter.hidden_layers))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-4)
     return drafter, optimizer, batch

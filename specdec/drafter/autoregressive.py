@@ -1,10 +1,9 @@
-"""Drafters that read the target's hidden states and draft a chain with attention: what EAGLE and MTP have in
-common.
+"""Drafters that read the target's hidden states and draft a chain with attention: what EAGLE and MTP share.
 
-At position i such a drafter sees the pair (token i+1, target state i) and predicts token i+2: ids are shifted left by one,
-positions are not. `propose` first runs over the pairs of the newly committed tokens, which overwrites what was made of
-rejected drafts, then goes on with its own states in place of the target's. `loss` unrolls the same `step` over training data,
-with the rows of `specdec.drafter.unroll`. A method adds its module: `fuse`, `step` and a configuration.
+At position i such a drafter reads the pair (token i+1, target state i) and predicts token i+2: ids are shifted left by one,
+positions are not. `propose` first runs over the pairs of the newly committed tokens, which overwrites K and V of rejected
+drafts, then goes on with the drafter's own states in place of the target's. `loss` unrolls the same `step` over training data,
+with the rows of `specdec.drafter.unroll`. A method adds its modules: `fuse`, `step` and a configuration.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PREFILL_CHUNK = 512
 
 
 class Geometry(Checked):
-    """The shape of a Llama-like layer; what is not given is the target's."""
+    """The shape of a Llama-like layer; None is the target's value."""
 
     what: ClassVar[str] = "train.drafter.geometry key"
 
@@ -44,39 +43,39 @@ class Geometry(Checked):
     rope_parameters: dict[str, Any] | None = None
 
     def of(self, target: CausalLM) -> LlamaConfig:
-        """Width and vocabulary are always the target's, whose embedding is shared."""
-        theirs = target.config
-        heads = _number(theirs, "num_attention_heads") or 1
-        rope = dict(getattr(theirs, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+        """Width and vocabulary are always the target's, whose embedding is shared. Raises ValueError for impossible shapes."""
+        config = target.config
+        num_heads = _number(config, "num_attention_heads") or 1
+        rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
         # Gemma 3 has one of them for each kind of layer, and some kinds may have none
-        rope = dict(rope.get("full_attention") or next((own for own in rope.values() if isinstance(own, dict)), rope))
+        rope = dict(rope.get("full_attention") or next((x for x in rope.values() if isinstance(x, dict)), rope))
         rope.pop("partial_rotary_factor", None)
-        facts: dict[str, Any] = {
-            "intermediate_size": _number(theirs, "intermediate_size") or 4 * target.hidden_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": _number(theirs, "num_key_value_heads") or heads,
-            "head_dim": _number(theirs, "head_dim") or target.hidden_size // heads,
-            "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-6,
+        values: dict[str, Any] = {
+            "intermediate_size": _number(config, "intermediate_size") or 4 * target.hidden_size,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": _number(config, "num_key_value_heads") or num_heads,
+            "head_dim": _number(config, "head_dim") or target.hidden_size // num_heads,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
             "max_position_embeddings": target.max_model_len,
             "rope_parameters": rope,
         } | self.model_dump(exclude_none=True)
-        if facts["num_attention_heads"] % facts["num_key_value_heads"]:
+        if values["num_attention_heads"] % values["num_key_value_heads"]:
             raise ValueError(
-                f"num_attention_heads={facts['num_attention_heads']} is not a multiple of "
-                f"num_key_value_heads={facts['num_key_value_heads']}"
+                f"num_attention_heads={values['num_attention_heads']} is not a multiple of "
+                f"num_key_value_heads={values['num_key_value_heads']}"
             )
-        if facts["head_dim"] % 2:
-            raise ValueError(f"head_dim={facts['head_dim']} is odd; positions are rotations of pairs, so give an even one")
+        if values["head_dim"] % 2:
+            raise ValueError(f"head_dim={values['head_dim']} is odd; positions are rotations of pairs, so give an even one")
         try:
-            shape = LlamaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, hidden_act="silu", **facts)
+            shape = LlamaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, hidden_act="silu", **values)
             LlamaRotaryEmbedding(shape)
             return shape
         except Exception as error:  # transformers has rules of its own, and errors of several lines
-            given = ", ".join(f"{key}={value}" for key, value in self.model_dump(exclude_none=True).items())
-            raise ValueError(f"geometry {given} is no Llama layer: {' '.join(str(error).split())[:200]}") from None
+            geometry = ", ".join(f"{key}={value}" for key, value in self.model_dump(exclude_none=True).items())
+            raise ValueError(f"geometry {geometry} is no Llama layer: {' '.join(str(error).split())[:200]}") from None
 
     def filled(self, target: CausalLM) -> dict[str, Any]:
-        """Every key with the value that it comes to."""
+        """Every key with its value, the target's where the geometry has None."""
         shape = self.of(target)
         return {key: getattr(shape, key) for key in type(self).model_fields}
 
@@ -101,39 +100,36 @@ class AttentionLayer(nn.Module):
         self.k_proj = nn.Linear(in_features, config.num_key_value_heads * self.width, bias=False)
         self.v_proj = nn.Linear(in_features, config.num_key_value_heads * self.width, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.width, config.hidden_size, bias=False)
-        if qk_norm:
-            self.q_norm = LlamaRMSNorm(self.width, config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.width, config.rms_norm_eps)
+        self.q_norm = LlamaRMSNorm(self.width, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.width, config.rms_norm_eps) if qk_norm else None
 
     def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
-        """rows: the tokens whose output is wanted; keys and values are made of all."""
-        wanted = x_ND if rows is None else x_ND[rows]
-        query = self.q_proj(wanted).unflatten(-1, (-1, self.width))
+        """rows: the tokens whose output is computed; None: all. Keys and values are of all."""
+        query = self.q_proj(x_ND if rows is None else x_ND[rows]).unflatten(-1, (-1, self.width))
         key = self.k_proj(x_ND).unflatten(-1, (-1, self.width))
         value = self.v_proj(x_ND).unflatten(-1, (-1, self.width))
-        if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         query = _rotate(query, cos_N if rows is None else cos_N[rows], sin_N if rows is None else sin_N[rows])
         key = _rotate(key, cos_N, sin_N)
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        attention.write_kv(self.layer, key, value)
-        return self.o_proj(attention.attend(self.layer, query, self.width**-0.5).flatten(1))
+        attention.write_kv(self.layer, key.to(value.dtype), value)
+        return self.o_proj(attention.attend(self.layer, query.to(value.dtype), self.width**-0.5).flatten(1))
 
 
 class Layer(nn.Module):
-    """A Llama or Qwen3 decoder layer; `first_norm` false leaves out the norm that comes first (EAGLE-1)."""
+    """A Llama or Qwen3 decoder layer. first_norm: false leaves out the norm in front of the attention (EAGLE-1)."""
 
     def __init__(self, shape: Any, qk_norm: bool = False, layer: int = 0, first_norm: bool = True):
         super().__init__()
-        if first_norm:
-            self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps) if first_norm else None
         self.self_attn = AttentionLayer(shape, shape.hidden_size, qk_norm, layer)
         self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = LlamaMLP(shape)
 
     def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
-        """rows: the tokens whose output is wanted."""
-        normed = self.input_layernorm(x_ND) if hasattr(self, "input_layernorm") else x_ND
+        """rows: the tokens whose output is computed; None: all."""
+        normed = x_ND if self.input_layernorm is None else self.input_layernorm(x_ND)
         x = (x_ND if rows is None else x_ND[rows]) + self.self_attn(normed, cos_N, sin_N, attention, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -143,7 +139,7 @@ def _rotate(x_NHW: Tensor, cos_NW: Tensor, sin_NW: Tensor) -> Tensor:
 
 
 class AutoregressiveDrafter(Drafter):
-    """A Drafter with attention: `fuse` and `step` are the method's, the caches and the order of things are here."""
+    """A Drafter with attention. `fuse` and `step` are the method's; the cache and the loops over tokens and steps are here."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -154,7 +150,7 @@ class AutoregressiveDrafter(Drafter):
     shape: Any  # of a layer: a config of transformers
 
     def kv_shapes(self) -> list[tuple[int, ...]]:
-        """What the slot cache holds for every layer: heads, width of keys, and of values where that is another."""
+        """Of each layer of the slot cache: key heads, width of keys, and of values where that differs."""
         return [(self.shape.num_key_value_heads, self.shape.head_dim)]
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
@@ -164,11 +160,15 @@ class AutoregressiveDrafter(Drafter):
     def step(
         self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One pass of the drafter: [A, D] states for the output layer, and [A, D] those fed to the next step."""
+        """One pass of the drafter: [A, D] states for the output layer, and [A, D] states that the next step reads.
+
+        embedding_ND, hidden_ND, position_N: of the pairs.
+        rows: [A] the pairs whose states are computed; None: all.
+        """
         raise NotImplementedError
 
     def add_feature_noise(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
-        """The states that training reads; a method may blur them."""
+        """The fused states that training reads, to which a method may add noise."""
         return hidden_ND
 
     def cos_sin(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,43 +200,52 @@ class AutoregressiveDrafter(Drafter):
             embedding_ND = self.embed(token_N)
             state_BD, feedback_BD = self.forward_pairs(context.rows, embedding_ND, hidden_ND, start_B, count_B, last_N)
             token_B = sampler.sample(self.draft_logits(state_BD))
-            start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
+            start_B = start_B + count_B
+            count_B = (draft_B > k + 1).astype(np.int64)
             token_N = pack_ragged(token_B.unsqueeze(1), count_B)
             hidden_ND = pack_ragged(feedback_BD.unsqueeze(1), count_B)
         return sampler.draft(draft_B)
 
     def pending_pairs(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
-        """A pair for every token committed since the last call, of the rows that draft: where they begin, how many there are,
-        their tokens and target states end to end. A row's prompt, all but its last pair, is processed here, on its own."""
+        """A pair for every token that was committed since the last call, of the rows that draft: position of each row's first
+        pair, number of pairs, and their tokens and fused states, rows end to end. A prompt, all but its last pair, is processed
+        here."""
         assert context.hidden is not None
-        rows, length_B = context.rows, context.length_B
-        start_B, count_B = length_B - 1, np.zeros(len(rows), dtype=np.int64)
+        start_B = context.length_B - 1
+        count_B = np.zeros_like(start_B)
         hidden: list[Tensor] = []
         tokens: list[Tensor] = []
         for b in np.flatnonzero(draft_B):
-            fused, ids = self.fuse(context.hidden[b]), torch.from_numpy(context.tokens(int(b))[-len(context.hidden[b]) :])
-            first, ids = int(length_B[b]) - 1 - len(fused), ids.to(self.target.device, non_blocking=True)
-            if len(fused) > self.num_speculative_tokens + 1:
-                self._process(rows[b : b + 1], ids[:-1], fused[:-1], first)
-                fused, ids = fused[-1:], ids[-1:]
-            start_B[b], count_B[b] = length_B[b] - 1 - len(fused), len(fused)
-            hidden.append(fused)
-            tokens.append(ids)
-        return start_B, count_B, torch.cat(tokens), torch.cat(hidden)
+            fused_ND, token_N, start = self._row_pairs(context, int(b))
+            if len(fused_ND) > self.num_speculative_tokens + 1:
+                self._process(context.rows[b : b + 1], token_N[:-1], fused_ND[:-1], start)
+                fused_ND = fused_ND[-1:]
+                token_N = token_N[-1:]
+            count_B[b] = len(fused_ND)
+            hidden.append(fused_ND)
+            tokens.append(token_N)
+        return start_B - count_B, count_B, torch.cat(tokens), torch.cat(hidden)
 
-    def _process(self, row: np.ndarray, ids: Tensor, fused: Tensor, first: int) -> None:
-        """Pairs of one row, from position `first` on."""
-        for a in range(0, len(fused), PREFILL_CHUNK):
-            part = slice(a, a + PREFILL_CHUNK)
-            begin, count = np.array([first + a]), np.array([len(fused[part])])
-            self.forward_pairs(row, self.embed(ids[part]), fused[part], begin, count, count - 1)
+    def _row_pairs(self, context: Context, b: int) -> tuple[Tensor, Tensor, int]:
+        """Fused states and tokens of the pairs that row b has since the last call, and the position of the first."""
+        assert context.hidden is not None
+        fused_ND = self.fuse(context.hidden[b])
+        token_N = self._index(context.tokens(b)[-len(fused_ND) :])
+        return fused_ND, token_N, int(context.length_B[b]) - 1 - len(fused_ND)
+
+    def _process(self, row: np.ndarray, token_N: Tensor, fused_ND: Tensor, start: int) -> None:
+        """Write K and V of one row's pairs from position `start` on."""
+        for a in range(0, len(fused_ND), PREFILL_CHUNK):
+            hidden_ND = fused_ND[a : a + PREFILL_CHUNK]
+            embedding_ND = self.embed(token_N[a : a + PREFILL_CHUNK])
+            count = np.array([len(hidden_ND)])
+            self.forward_pairs(row, embedding_ND, hidden_ND, np.array([start + a]), count, count - 1)
 
     @torch.inference_mode()
     def catch_up(self, context: Context) -> bool:
-        assert context.hidden is not None
         for b in range(len(context.rows)):
-            fused, ids = self.fuse(context.hidden[b]), self._index(context.tokens(b)[-len(context.hidden[b]) :])
-            self._process(context.rows[b : b + 1], ids, fused, int(context.length_B[b]) - 1 - len(fused))
+            fused_ND, token_N, start = self._row_pairs(context, b)
+            self._process(context.rows[b : b + 1], token_N, fused_ND, start)
         return True
 
     def forward_pairs(
@@ -246,46 +255,50 @@ class AutoregressiveDrafter(Drafter):
         hidden_ND: Tensor,
         start_B: np.ndarray,
         count_B: np.ndarray,
-        keep: np.ndarray,
-        **which: int,
+        output_at: np.ndarray,
+        **module: int,
     ) -> tuple[Tensor, Tensor]:
-        """Process each row's pairs at its positions. States [len(keep), D] of those pairs, for the output layer and for the
-        next step. which: of a method's modules, if it has several."""
-        batch = self.batch(rows, start_B, count_B, keep)
-        step: Any = self.step
-        states = step(embedding_ND, hidden_ND, batch.position_N, SlotAttention(batch), **which)
-        return states[0][batch.logits_at_N], states[1][batch.logits_at_N]
+        """Process pairs: states [len(output_at), D] for the output layer, and those that the next step reads.
 
-    def batch(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray) -> ForwardBatch:
-        """Of these rows; the rows between them take part with no tokens."""
+        rows: cache rows, ascending.
+        embedding_ND, hidden_ND: of the pairs, rows end to end.
+        start_B, count_B: position of each row's first pair, and number of its pairs.
+        output_at: indices of the pairs whose states are returned.
+        module: which of the method's modules, if it has several.
+        """
+        batch = self.batch(rows, start_B, count_B, output_at)
+        step: Any = self.step
+        state_ND, feedback_ND = step(embedding_ND, hidden_ND, batch.position_N, SlotAttention(batch), **module)
+        return state_ND[batch.logits_at_N], feedback_ND[batch.logits_at_N]
+
+    def batch(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray, output_at: np.ndarray) -> ForwardBatch:
+        """The forward of these rows; the rows between them take part with no tokens."""
         first = int(rows[0])
         start_R = np.zeros(int(rows[-1]) + 1 - first, dtype=np.int64)
         count_R = np.zeros_like(start_R)
         start_R[rows - first] = start_B
         count_R[rows - first] = count_B
-        return ForwardBatch(self.cache, first, start_R, count_R, logits_at_N=keep)
+        return ForwardBatch(self.cache, first, start_R, count_R, logits_at_N=output_at)
 
     # ---------------------------------------------------------------- training
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
-        """[A, D] states for the output layer at every step, of the rows of the plan. kernel: the efficient or readable
-        one."""
-        token_N, first_N = batch.token_N, plan.first_N
-        position_N = self._index(np.arange(len(first_N)) - first_N)
-        states = []
-        hidden = self.add_feature_noise(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
-        # the last row of a document gets the first token of the next one; nobody looks at that row
-        embedding = self.embed(token_N.roll(-1))
-        position, rows = position_N, self._index(plan.steps[0].rows)
+        """[A, D] states for the output layer at every step. kernel: `unroll.attention` or `unroll.attention_reference`."""
+        position_N = self._index(np.arange(len(plan.first_N)) - plan.first_N)
         attention = unroll.UnrolledAttention(plan, kernel)
-        for k, step in enumerate(plan.steps):
-            if k:
-                rows, kept = self._index(step.rows), self._index(step.from_prev)
-                fewer = len(step.rows) < len(hidden)
-                attention.next_step(kept if fewer else None)
-                if fewer:
-                    hidden = hidden[kept]
-                embedding, position = self.embed(token_N[rows + 1 + k]), position_N[rows] + k
-            state, hidden = self.step(embedding, hidden, position, attention, None if k else rows)
+        hidden = self.add_feature_noise(self.fuse(batch.hidden(self.hidden_layers)), batch, seed)
+        # the last pair of a document gets the first token of the next one; it is no row
+        embedding = self.embed(batch.token_N.roll(-1))
+        rows = self._index(plan.steps[0].rows)
+        state, hidden = self.step(embedding, hidden, position_N, attention, rows)
+        states = [state]
+        for k, step in enumerate(plan.steps[1:], 1):
+            rows = self._index(step.rows)
+            from_prev = self._index(step.from_prev) if len(step.rows) < len(hidden) else None
+            attention.next_step(from_prev)
+            if from_prev is not None:
+                hidden = hidden[from_prev]
+            embedding = self.embed(batch.token_N[rows + 1 + k])
+            state, hidden = self.step(embedding, hidden, position_N[rows] + k, attention)
             states.append(state)
         return states

@@ -1,5 +1,5 @@
-"""A trained module that reads the target's hidden states and drafts: its settings, its weights, its output layer, its life
-from a first random draw to a checkpoint. `specdec.drafter.autoregressive` adds attention; `method/mlp.py` has none.
+"""A trained module that reads the target's hidden states and drafts: settings, weights, output layer, and its way from random
+weights to a checkpoint. `specdec.drafter.autoregressive` adds attention; `method/mlp.py` has none.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from specdec.model import packed_linear
 from specdec.model.target import CausalLM
 
 
-class Objective(Checked):
-    """How the unrolled steps are weighed. Names after `speculators`, where it has them.
+class UnrolledObjective(Checked):
+    """The loss of unrolled steps. Names after `speculators`, where it has them.
 
-    ttt_steps: unrolled steps; ttt_step_loss_decay: step k weighs decay^k; ttt_warmup: for this share of the run only one step
-    is unrolled; loss: weights of ce, kl, tv, nll; mask_outside_vocab: a row whose likeliest target token the drafter cannot
-    draft teaches nothing.
+    ttt_steps: unrolled steps.
+    ttt_step_loss_decay: step k weighs decay^k.
+    ttt_warmup: for this share of the run only one step is unrolled.
+    loss: weights of ce, kl, tv, nll.
+    mask_outside_vocab: rows whose likeliest target token cannot be drafted are left out of the loss.
     """
 
     what: ClassVar[str] = "train.objective key"
@@ -49,11 +51,13 @@ class Objective(Checked):
 
 
 class Init(Checked):
-    """What a new drafter begins with.
+    """How a new drafter begins.
 
-    lm_head: the target's rows, or random; train_lm_head: false keeps them; scale_features: target states are divided by their
-    root mean square per dimension while training, since a few dimensions are hundreds of times larger than the rest; this is
-    folded into the weight that reads them when the drafter is saved. Where a norm comes first it does nothing.
+    lm_head: the output layer has the target's rows, or is random.
+    train_lm_head: false keeps the target's output layer.
+    scale_features: target states are divided by their root mean square per dimension while training, since a few dimensions are
+        hundreds of times larger than the rest; saving folds the factors into the weight that reads the states. Where a norm
+        comes first it does nothing.
     """
 
     what: ClassVar[str] = "train.init key"
@@ -63,14 +67,14 @@ class Init(Checked):
     scale_features: bool = True
 
     @model_validator(mode="after")
-    def _not_frozen_noise(self) -> Init:
+    def _trained_if_random(self) -> Init:
         if self.lm_head == "random" and not self.train_lm_head:
             raise ValueError("train.init.lm_head=random and train_lm_head=false keep a random output layer; change one")
         return self
 
 
 def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> None:
-    """Settings that every trained drafter has."""
+    """Raises ValueError for impossible settings of those that every trained drafter has."""
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
     if draft_sample_method not in ("greedy", "probabilistic"):
@@ -78,20 +82,25 @@ def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> Non
 
 
 class Drafter(UnrolledDrafter):
-    """Settings as in vLLM. model: the directory of a checkpoint, a hub id, or a Checkpoint; draft_sample_method: `greedy`
-    (argmax at every temperature) or `probabilistic` (drawn at the request's temperature, the law recorded); max_model_len:
-    positions that a row may take, beyond which it is not drafted for.
+    """A trained drafter. Settings as in vLLM.
+
+    model: the directory of a checkpoint, a hub id, or a Checkpoint.
+    draft_sample_method: `greedy` (argmax at every temperature) or `probabilistic` (sampled at the request's temperature, the
+        distribution reported).
+    max_model_len: positions that a row may take, beyond which it is not drafted for.
     """
 
     name: ClassVar[str]
-    objective_type: ClassVar[type[Checked]] = Objective
+    objective_type: ClassVar[type[Checked]] = UnrolledObjective
     init_type: ClassVar[type[Checked]] = Init
     needs_logits = False
     return_confidence = False
     num_confidence_features = 1
     parts: tuple[str, ...] = ()
-    std = 0.02  # of matrices that are drawn at random
+    init_std = 0.02  # of random matrices
     hidden_layers: tuple[int, ...] = ()
+    d2t: Tensor | None  # [draft vocabulary] target id - draft id, as EAGLE-3 has it; None: all tokens can be drafted
+    feature_scale: Tensor | None  # factors of the target's states in training
 
     def __init__(
         self,
@@ -111,10 +120,12 @@ class Drafter(UnrolledDrafter):
         target.check_shared_parts()
         self.target = target
         self.num_speculative_tokens = num_speculative_tokens
-        self.probabilistic = self.needs_uniforms = draft_sample_method == "probabilistic"
+        self.probabilistic = draft_sample_method == "probabilistic"
+        self.needs_uniforms = self.probabilistic
         self.max_model_len = max_model_len or target.max_model_len
         self.objective = self.objective_type()
-        self.shared, self.ready = {}, False
+        self.shared = {}
+        self.frozen = False
 
         self.config = dict(checkpoint.config)
         self.lm_head: nn.Linear | None = None
@@ -125,12 +136,12 @@ class Drafter(UnrolledDrafter):
             self.build(self.config)
             if self.config.get("own_lm_head"):
                 self.make_head(num_draft_vocab)
-        except (TypeError, RuntimeError) as error:  # of a config that was altered: no mapping, or more than memory holds
+        except (TypeError, RuntimeError) as error:  # of an altered config: no mapping, or more than memory holds
             raise ValueError(f"{checkpoint.name}: its config cannot be built ({first_line(error)})") from None
-        if num_draft_vocab < target.vocab_size:
-            self.register_buffer("d2t", torch.zeros(num_draft_vocab, dtype=torch.int64))
+        is_reduced = num_draft_vocab < target.vocab_size
+        self.register_buffer("d2t", torch.zeros(num_draft_vocab, dtype=torch.int64) if is_reduced else None)
         if checkpoint.tensors is None:
-            init_weights(self, 0, self.std)
+            init_weights(self, 0, self.init_std)
         else:
             native.fill(self, checkpoint)
             self._check_vocabulary(checkpoint.name)
@@ -145,7 +156,8 @@ class Drafter(UnrolledDrafter):
         return checkpoint.load(name, revision)
 
     def _check_vocabulary(self, name: str) -> None:
-        """Each draft id must be another token of the target: a law that loses mass is not lossless."""
+        """Raises ValueError where draft ids are not different tokens of the target: probability that two ids share would be
+        lost, and the output biased."""
         if (ids := self.vocab_ids) is None:
             return
         if not 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocab_size or len(ids.unique()) < len(ids):
@@ -160,14 +172,13 @@ class Drafter(UnrolledDrafter):
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Make what it needs beside its modules, once these are there."""
-        self.feature_scale: Tensor | None
+        """Make what it needs beside its modules, which exist by now."""
         self.register_buffer("feature_scale", None)
 
-    scaled: ClassVar[str | None] = None  # the weight whose last columns read the target's states, if these may be scaled
+    scaled_weight: ClassVar[str | None] = None  # whose last columns read the target's states; None: these are not scaled
 
-    def unscaled(self, hidden_NTD: Tensor) -> Tensor:
-        """[N, columns] the states as they are before scaling."""
+    def features(self, hidden_NTD: Tensor) -> Tensor:
+        """[N, columns] the states that the weight reads, before they are scaled."""
         return hidden_NTD.flatten(1)
 
     def propose(self, context: Context) -> Draft:
@@ -175,17 +186,17 @@ class Drafter(UnrolledDrafter):
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        """The config of a new drafter: every key with the value that it comes to. Raises ValueError for what cannot be."""
+        """The config of a new drafter, every key with its value. Raises ValueError for an impossible architecture."""
         raise NotImplementedError
 
     @classmethod
     def required_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        """What of a recipe a drafter to start from must have: null asks for nothing."""
+        """The config that a recipe requires of a drafter to start from: its keys that are not null."""
         values = cls.resolve_config(target, architecture)
         return {key: value for key, value in values.items() if architecture.get(key) not in (None, {})}
 
     def init_from_target(self, target: CausalLM) -> None:
-        """What else to take from the target where the output layer is the target's."""
+        """Copy what belongs to the output layer, where that is the target's."""
 
     # ---------------------------------------------------------------- shared parts
 
@@ -194,11 +205,11 @@ class Drafter(UnrolledDrafter):
         return next(self.parameters()).dtype
 
     def make_head(self, num_draft_vocab: int) -> None:
-        """The output layer of its own."""
+        """Make an output layer that belongs to the drafter."""
         self.lm_head = nn.Linear(self.target.hidden_size, num_draft_vocab, bias=False)
 
-    def own_heads(self) -> list[nn.Linear]:
-        """Output layers of its own; none where the target's is used."""
+    def output_layers(self) -> list[nn.Linear]:
+        """Output layers that belong to the drafter; none where the target's is used."""
         return [] if self.lm_head is None else [self.lm_head]
 
     def heads(self) -> list[Tensor | None]:
@@ -211,13 +222,13 @@ class Drafter(UnrolledDrafter):
         return embedded.to(self.dtype)
 
     def last_state(self, hidden_ND: Tensor) -> Tensor:
-        """The target's last state after its final norm: what its output layer reads. hidden_ND: as it leaves the last layer."""
+        """The target's last state after its final norm, as its output layer reads it. hidden_ND: the last layer's output."""
         with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
             state: Tensor = self.target.final_norm(hidden_ND.to(self.target.dtype))
         return state.to(self.dtype)
 
     def draft_logits(self, state_ND: Tensor) -> Tensor:
-        """[N, draft vocabulary]. Without a head of its own, the target's: whatever it does after it (a cap) is left out."""
+        """[N, draft vocabulary]. With the target's output layer, without what the target does to its logits (a softcap)."""
         if self.lm_head is not None:
             return self.lm_head(state_ND)
         head = self.target.model.get_output_embeddings()
@@ -227,24 +238,23 @@ class Drafter(UnrolledDrafter):
 
     @property
     def vocab_ids(self) -> Tensor | None:
-        """[draft vocabulary] target ids; None if all can be drafted. Kept as EAGLE-3 has it, an offset for each draft id."""
-        if "vocab_ids" not in self.shared:
-            if (offset := getattr(self, "d2t", None)) is None:
-                return None
-            ids = offset + torch.arange(len(offset), device=offset.device)
-            if not self.ready:
-                return ids
+        """[draft vocabulary] target ids; None if all can be drafted."""
+        if self.d2t is None:
+            return None
+        if "vocab_ids" in self.shared:
+            ids: Tensor = self.shared["vocab_ids"]
+            return ids
+        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        if self.frozen:
             self.shared["vocab_ids"] = ids
-        found: Tensor = self.shared["vocab_ids"]
-        return found
+        return ids
 
-    def to_target_vocab(self, drawn_B: Tensor, q_BV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens and laws over the draft vocabulary as such over the target's."""
+    def to_target_vocab(self, token_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if (ids := self.vocab_ids) is None:
-            return drawn_B, q_BV
-        if q_BV is not None:
-            q_BV = q_BV.new_zeros(len(q_BV), self.target.vocab_size).index_copy_(1, ids, q_BV)
-        return ids[drawn_B], q_BV
+            return token_N, q_NV
+        if q_NV is not None:
+            q_NV = q_NV.new_zeros(len(q_NV), self.target.vocab_size).index_copy_(1, ids, q_NV)
+        return ids[token_N], q_NV
 
     # ---------------------------------------------------------------- drafting
 
@@ -252,15 +262,19 @@ class Drafter(UnrolledDrafter):
         return DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
 
     def draft_lengths(self, context: Context) -> np.ndarray:
-        """[B] how many tokens to draft: pair i stands at position i, and the last of K drafts needs pair length + K - 3."""
+        """[B] how many tokens to draft. Pair i has position i, and the last of K draft tokens needs pair length + K - 3."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
         return 0
 
     def reserve(self, rows: int, slots: int) -> None:
-        """The weights become the target's type, and on a CPU are packed. Training is over then."""
-        if self.ready:
+        """Make room, and end training: see `freeze`."""
+        self.freeze()
+
+    def freeze(self) -> None:
+        """Make the weights ready for decoding: of the target's dtype, without gradients, packed on a CPU. It ends training."""
+        if self.frozen:
             return
         self.requires_grad_(False)
         for module in self.modules():
@@ -268,7 +282,7 @@ class Drafter(UnrolledDrafter):
                 setattr(module, key, nn.Parameter(parameter.to(self.target.dtype), requires_grad=False))
         if packed_linear.can_pack(self.target.dtype, self.target.device):
             packed_linear.pack(self)
-        self.ready = True
+        self.frozen = True
 
     def catch_up(self, context: Context) -> bool:
         """Only the last state of a row is ever read."""
@@ -296,9 +310,9 @@ class Drafter(UnrolledDrafter):
     def init_checkpoint(
         cls, target: CausalLM, architecture: dict[str, Any], init: Init, vocab_ids: np.ndarray | None = None, seed: int = 0
     ) -> Checkpoint:
-        """A drafter with random weights, but for what `init` takes from the target.
+        """A drafter with random weights, but for those that `init` copies from the target.
 
-        architecture: keys of the method's own; vocab_ids: ascending target ids of the draft vocabulary, None for all.
+        architecture: keys of train.drafter; vocab_ids: ascending target ids of the draft vocabulary, None for all.
         """
         if vocab_ids is not None and (np.diff(vocab_ids) <= 0).any():
             raise ValueError("vocab_ids must be ascending and distinct")
@@ -307,14 +321,14 @@ class Drafter(UnrolledDrafter):
             "draft_vocab_size": target.vocab_size if vocab_ids is None else len(vocab_ids),
         }
         drafter = cls(target, Checkpoint(cls.name, config, native.facts(target), None), 1)
-        init_weights(drafter, seed, drafter.std)
+        init_weights(drafter, seed, drafter.init_std)
         if vocab_ids is not None:
             drafter.get_buffer("d2t").copy_(torch.from_numpy(vocab_ids - np.arange(len(vocab_ids))))
             drafter._check_vocabulary("vocab_ids")
         with torch.no_grad():
-            own = drafter.own_heads()
+            output_layers = drafter.output_layers()
             if init.lm_head == "target":
-                for head in own:
+                for head in output_layers:
                     rows = target.head_rows(drafter.vocab_ids)[0]
                     if head.weight.shape != rows.shape:
                         raise ValueError(
@@ -322,84 +336,83 @@ class Drafter(UnrolledDrafter):
                             f"{head.weight.shape[1]} wide; give train.init.lm_head=random"
                         )
                     head.weight.copy_(rows)
-            if init.lm_head == "target" or not own:
+            if init.lm_head == "target" or not output_layers:
                 drafter.init_from_target(target)
         return drafter.to_checkpoint()
 
-    def for_training(
-        self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False
-    ) -> None:
-        """float32 masters that gradients reach. feature_sample: [tokens, T, D] target states to scale by; warm_start: the
-        weights were trained before, so what is prepared must leave the function as it is."""
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         self.objective = objective
         self.float().requires_grad_(True)
-        for head in self.own_heads():
+        for head in self.output_layers():
             head.requires_grad_(init.train_lm_head)
-        if init.scale_features and feature_sample is not None and self.scaled is not None:
-            rms = self.unscaled(feature_sample).float().pow(2).mean(0).sqrt().clamp(min=1e-3).to(self.target.device)
+        if init.scale_features and feature_sample is not None and self.scaled_weight is not None:
+            rms = self.features(feature_sample).float().pow(2).mean(0).sqrt().clamp(min=1e-3).to(self.target.device)
             self.feature_scale = 1 / rms
             if warm_start:
                 with torch.no_grad():
-                    self.get_parameter(self.scaled)[:, -len(rms) :] *= rms
+                    self.get_parameter(self.scaled_weight)[:, -len(rms) :] *= rms
 
     def to_checkpoint(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
-        """The drafter as a checkpoint, scaling folded in. tensors: its state, where that is gathered from several processes."""
+        """The drafter as a checkpoint, feature scales folded in. tensors: its state_dict, if it is gathered from processes."""
         tensors = {key: tensor.detach().cpu() for key, tensor in (self.state_dict() if tensors is None else tensors).items()}
         if (scale := tensors.pop("feature_scale", None)) is not None:
-            assert self.scaled is not None
-            weight = tensors[self.scaled].clone()
+            assert self.scaled_weight is not None
+            weight = tensors[self.scaled_weight].clone()
             weight[:, -len(scale) :] *= scale
-            tensors[self.scaled] = weight
+            tensors[self.scaled_weight] = weight
         return Checkpoint(self.name, self.config, native.facts(self.target), tensors)
 
     def write(self, directory: Any, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
-        """Save this drafter with these weights into a directory that exists and nobody reads yet."""
+        """Save a checkpoint with these weights into an existing directory."""
         native.save(directory, self.to_checkpoint(state), provenance, card)
 
 
 class DraftSampler:
-    """A draft as it comes about, all rows a position at a time.
+    """Samples a draft position by position, all rows at a time.
 
-    greedy: argmax at every temperature, a one-hot law that is not written down; probabilistic: by inverse CDF from
-    softmax(logits / T), laws recorded. said: turns tokens and laws over a draft vocabulary into such over the target's.
+    context: of the step.
+    probabilistic: false takes the argmax at every temperature and reports no distribution (it is one-hot); true samples by
+        inverse CDF from softmax(logits / T) and reports it.
+    return_confidence: the draft comes with confidence.
+    to_target_vocab: maps tokens and distributions over a draft vocabulary to the target's.
     """
 
     def __init__(
-        self, context: Context, probabilistic: bool, evidence: bool, to_target_vocab: Callable[..., Any] | None = None
+        self, context: Context, probabilistic: bool, return_confidence: bool, to_target_vocab: Callable[..., Any] | None = None
     ):
         assert not probabilistic or context.uniform_BK is not None
-        self.context, self.probabilistic, self.evidence, self.to_target_vocab = (
-            context,
-            probabilistic,
-            evidence,
-            to_target_vocab,
-        )
+        self.context = context
+        self.probabilistic = probabilistic
+        self.return_confidence = return_confidence
+        self.to_target_vocab = to_target_vocab
         self.temperature_B = context.temperature_B
         self.tokens: list[Tensor] = []
-        self.most: list[Tensor] = []  # the largest logits, by which it is seen whether all were finite
-        self.laws: list[Any] = []
-        self.odds: list[Tensor] = []
+        self.max_logits: list[Tensor] = []  # finite if all logits were
+        self.probs: list[Any] = []
+        self.log_odds: list[Tensor] = []
 
     def sample(self, logits_BV: Tensor) -> Tensor:
         """[B] the next token of every row."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
-        token_B, q_BV, most_B = sampling.sample(logits_BV, self.temperature_B, uniform_B)
-        if self.evidence:
-            self.odds.append(sampling.log_odds(logits_BV, self.temperature_B))
+        token_B, q_BV, max_logit_B = sampling.sample(logits_BV, self.temperature_B, uniform_B)
+        if self.return_confidence:
+            self.log_odds.append(sampling.log_odds(logits_BV, self.temperature_B))
         if self.to_target_vocab is not None:
             token_B, q_BV = self.to_target_vocab(token_B, q_BV)
         self.tokens.append(token_B)
-        self.most.append(most_B)
-        self.laws.append(q_BV)
+        self.max_logits.append(max_logit_B)
+        self.probs.append(q_BV)
         return token_B
 
     def draft(self, draft_B: np.ndarray) -> Draft:
-        """draft_B: tokens that each row really has."""
-        q_BKV = torch.stack(self.laws, 1) if self.probabilistic else None
-        confidence_BKF = torch.stack(self.odds, 1).unsqueeze(-1) if self.evidence else None
-        finite_BK = sampling.finite(torch.stack(self.most, 1))
-        token_BK = torch.stack(self.tokens, 1)
-        return Draft(token_BK, torch.from_numpy(draft_B), q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
+        """The draft. draft_B: number of each row's tokens; the rest is padding."""
+        return Draft(
+            torch.stack(self.tokens, 1),
+            torch.from_numpy(draft_B),
+            torch.stack(self.probs, 1) if self.probabilistic else None,
+            confidence_BKF=torch.stack(self.log_odds, 1).unsqueeze(-1) if self.return_confidence else None,
+            finite_BK=sampling.finite(torch.stack(self.max_logits, 1)),
+        )
 
 
 def empty_draft(context: Context) -> Draft:
@@ -410,10 +423,10 @@ def empty_draft(context: Context) -> Draft:
 
 def init_weights(module: nn.Module, seed: int, std: float) -> None:
     """Random weights: matrices from N(0, std^2), biases at 0; norms are as they were made."""
-    noise = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         with torch.no_grad():
             if parameter.ndim > 1:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=noise))
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=generator))
             elif name.endswith("bias"):
                 parameter.zero_()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specdec.checked import Checked
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import MethodFacts
+from specdec.core import Context, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import LossSums, RowSums, Teacher
@@ -27,6 +27,7 @@ class TrainableDrafter(Protocol):
     """A drafter as `specdec.training` sees it: an nn.Module that computes its loss, from recipe to checkpoint."""
 
     name: ClassVar[str]  # of the method
+    architecture_type: ClassVar[type[Checked]]  # keys of train.drafter
     objective_type: ClassVar[type[Checked]]  # keys of train.objective
     init_type: ClassVar[type[Checked]]  # keys of train.init
     target: CausalLM
@@ -100,6 +101,9 @@ class UnrolledDrafter(nn.Module):
     facts: ClassVar[MethodFacts]
     target: CausalLM
     objective: Any
+    config: dict[str, Any]
+    return_confidence: bool
+    probabilistic: bool  # tokens are drawn from the draft distribution, which the draft reports; false: argmax
     shared: dict[str, Any]  # frozen parts of the target, and what follows from a config: not registered
     label_offset: ClassVar[int] = 2
     num_speculative_tokens: int
@@ -110,6 +114,22 @@ class UnrolledDrafter(nn.Module):
         self.num_speculative_tokens = min(num_tokens, self.max_draft_tokens or num_tokens)
 
     # ---------------------------------------------------------------- what a family adds
+
+    def draft_lengths(self, context: Context) -> np.ndarray:
+        """[B] how many tokens to draft for each row."""
+        raise NotImplementedError
+
+    def to_target_vocab(self, token_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens and distributions over the draft vocabulary as such over the target's."""
+        raise NotImplementedError
+
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
+        """float32 weights that gradients reach.
+
+        feature_sample: [tokens, T, D] target states to scale features by.
+        warm_start: the weights were trained before, so what is prepared must leave the function as it is.
+        """
+        raise NotImplementedError
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0) -> list[Tensor]:
         """[A, D] states for the output layer at every step, of the rows of the plan."""

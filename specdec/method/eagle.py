@@ -1,12 +1,11 @@
-"""EAGLE-1 (Li et al. 2401.15077): one layer that predicts the target's next last state; the target's output layer drafts from
-it.
+"""EAGLE-1 (Li et al. 2401.15077): one layer that predicts the target's next last state, which the target's output layer reads.
 
     x  = fc(concat[embedding, f])        f: the target's last state after its final norm, then the drafter's own
     u  = x + attention(x)                no norm in front of it
     f' = u + mlp(post_attention_layernorm(u)),   logits = target's lm_head(f')
 
-Tensor names are vLLM's. Trained by SmoothL1 between f' and the target's state, and soft cross-entropy of what follows from
-them.
+Tensor names are vLLM's. Trained by SmoothL1 between f' and the target's state, and soft cross-entropy between the distributions
+that follow from them.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from specdec.model.target import CausalLM
 
 
 class Architecture(Checked):
-    """The shape of the layer, the target's unless given."""
+    """The shape of the layer."""
 
     what: ClassVar[str] = "train.drafter key"
 
@@ -39,8 +38,12 @@ class Architecture(Checked):
 
 
 class Objective(OneStepObjective):
-    """smooth_l1: weight of the regression onto the target's state; loss: weights of ce, kl, tv over the whole vocabulary;
-    feature_noise: width of the uniform noise on input states, for a sequence of 512 tokens, and less for longer ones."""
+    """What is minimised.
+
+    smooth_l1: weight of the regression onto the target's state.
+    loss: weights of ce, kl, tv over the whole vocabulary.
+    feature_noise: width of the uniform noise on input states, for a sequence of 512 tokens; less for longer ones.
+    """
 
     smooth_l1: float = Field(1.0, ge=0)
     loss: losses.Terms = Field({"ce": 0.1})
@@ -55,6 +58,7 @@ class Eagle(AutoregressiveDrafter):
         train_script="eagle",
         serving={"vllm": "eagle", "sglang": "EAGLE"},
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     @classmethod
@@ -78,18 +82,18 @@ class Eagle(AutoregressiveDrafter):
         return state, state
 
     def add_feature_noise(self, hidden_ND: Tensor, batch: Batch, seed: int | str) -> Tensor:
-        """Uniform noise on the states that are read, as in the published training code: less for longer sequences."""
+        """Uniform noise on the input states, as in the published training code: less for longer sequences."""
         if not (width := self.objective.feature_noise) or not self.training:
             return hidden_ND
-        drawn = []
+        noise = []
         for name, length in zip(batch.ids, batch.length_B.tolist(), strict=True):
-            # by the sample's name, so that it does not matter in which batch or process it is
-            noise = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            drawn.append((torch.rand(length, hidden_ND.shape[1], generator=noise) - 0.5) * (width * 512 / length))
-        return hidden_ND + torch.cat(drawn).to(hidden_ND)
+            # by the sample's name, so that the batch and the process do not matter
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            noise.append((torch.rand(length, hidden_ND.shape[1], generator=generator) - 0.5) * (width * 512 / length))
+        return hidden_ND + torch.cat(noise).to(hidden_ND)
 
     def auxiliary_loss(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
-        own = self._index(plan.steps[0].labelled)
+        label_M = self._index(plan.steps[0].labelled)
         assert teacher.state_QD is not None
-        gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[own].to(state_MD.dtype), reduction="none").mean(-1)
-        return total + self.objective.smooth_l1 * (gap_M * teacher.weight_Q[own]).sum()
+        gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[label_M].to(state_MD.dtype), reduction="none").mean(-1)
+        return total + self.objective.smooth_l1 * (gap_M * teacher.weight_Q[label_M]).sum()

@@ -1,12 +1,12 @@
-"""EAGLE-3 (Li et al. 2503.01840): one layer that reads three of the target's layers and drafts over a vocabulary of its own.
+"""EAGLE-3 (Li et al. 2503.01840): one layer that reads three of the target's layers and drafts over a reduced vocabulary.
 
-    g      = fc(target states of the tapped layers)                      at the first step; afterwards the drafter's own state
+    g      = fc(target states of the tapped layers)          at the first step; afterwards the drafter's own state
     a      = attention(concat[input_layernorm(embedding), hidden_norm(g)])
     u      = g + a        (norm_before_residual: hidden_norm(g) + a)
     g'     = u + mlp(post_attention_layernorm(u))
-    logits = lm_head(norm(g')), and g' is fed to the next step           (norm_output: norm(g') is)
+    logits = lm_head(norm(g')), and the next step reads g'   (norm_output: norm(g'))
 
-Tensor names, config keys and their meaning are vLLM's. Training data, unrolled steps and losses: `specdec.drafter.autoregressive`.
+Tensor names, config keys and their meaning are vLLM's. Drafting and unrolled training: `specdec.drafter.autoregressive`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ from specdec.model.target import CausalLM
 
 
 class Architecture(Checked):
-    """What the drafter is built of, beside the shape of its layer, which is the target's unless `geometry` says otherwise.
+    """The parts of the drafter.
 
-    eagle_aux_hidden_state_layer_ids: tapped layers (id i enters layer i); unless given, num_aux_hidden_states of them, for
-    three 2, n/2 and n-3; draft_vocab_size: the most frequent tokens of the training data, or all (null); layer_type: `qwen3`
-    norms queries and keys; num_hidden_layers: those after the first are ordinary ones; norm_before_fc: one norm over all
-    tapped states; fc_norm: one over each; norm_output and norm_before_residual: see above.
+    num_aux_hidden_states: number of tapped layers.
+    eagle_aux_hidden_state_layer_ids: tapped layers (id i is the input of layer i); null spreads them, three to 2, n/2 and n-3.
+    draft_vocab_size: the most frequent tokens of the training data; null: all tokens.
+    layer_type: `qwen3` norms queries and keys.
+    num_hidden_layers: layers after the first are ordinary decoder layers.
+    norm_before_fc: one norm over all tapped states; fc_norm: one over each.
+    norm_output, norm_before_residual: see the module.
+    geometry: the shape of the layers.
     """
 
     what: ClassVar[str] = "train.drafter key"
@@ -55,12 +59,8 @@ class Architecture(Checked):
         if (ids := self.eagle_aux_hidden_state_layer_ids) is None:
             ids = [2, num_layers // 2, num_layers - 3]
             if self.num_aux_hidden_states != 3 or not 2 < ids[1] < ids[2]:
-                ids = (
-                    np.linspace(min(2, num_layers), max(num_layers - 3, 1), self.num_aux_hidden_states)
-                    .round()
-                    .astype(int)
-                    .tolist()
-                )
+                spread = np.linspace(min(2, num_layers), max(num_layers - 3, 1), self.num_aux_hidden_states)
+                ids = spread.round().astype(int).tolist()
         if not ids:
             raise ValueError("eagle_aux_hidden_state_layer_ids=[] taps nothing; name at least one layer, or leave the key out")
         if self.eagle_aux_hidden_state_layer_ids is not None and len(set(ids)) < len(ids):
@@ -112,18 +112,19 @@ class Eagle3(AutoregressiveDrafter):
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        given = cls.architecture_type(**architecture)
-        ids = given.layers(target.num_layers)
-        return given.model_dump(exclude={"num_aux_hidden_states", "draft_vocab_size", "geometry"}) | {
-            "eagle_aux_hidden_state_layer_ids": list(ids),
-            "geometry": given.geometry.filled(target),
+        recipe = cls.architecture_type(**architecture)
+        return recipe.model_dump(exclude={"num_aux_hidden_states", "draft_vocab_size", "geometry"}) | {
+            "eagle_aux_hidden_state_layer_ids": list(recipe.layers(target.num_layers)),
+            "geometry": recipe.geometry.filled(target),
         }
 
     def build(self, config: dict[str, Any]) -> None:
         architecture = self.architecture_type(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = architecture.layers(self.target.num_layers)
         self.shape = architecture.geometry.of(self.target)
-        width, eps, taps = self.shape.hidden_size, self.shape.rms_norm_eps, len(self.hidden_layers)
+        width = self.shape.hidden_size
+        eps = self.shape.rms_norm_eps
+        taps = len(self.hidden_layers)
         self.norm_output = architecture.norm_output
         self.input_norm = LlamaRMSNorm(taps * width, eps) if architecture.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in range(taps)) if architecture.fc_norm else None
@@ -142,27 +143,28 @@ class Eagle3(AutoregressiveDrafter):
         if self.input_norm is not None:
             x = self.input_norm(x)
         if self.fc_norm is not None:
-            parts = x.chunk(len(self.fc_norm), -1)
-            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            layers = x.chunk(len(self.fc_norm), -1)
+            x = torch.cat([norm(layer) for norm, layer in zip(self.fc_norm, layers, strict=True)], -1)
         return self.fc(x)
 
     def step(
         self, embedding_ND: Tensor, hidden_ND: Tensor, position_N: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        place, last = self.cos_sin(position_N), len(self.layers) - 1
-        # every row of a layer is a key of the next one
-        state = self.layers[0](embedding_ND, hidden_ND, *place, attention, rows if last == 0 else None)
-        for i in range(1, len(self.layers)):
-            state = self.layers[i](state, *place, attention, rows if i == last else None)
+        cos_sin = self.cos_sin(position_N)
+        first, *others = self.layers
+        # only the last layer can leave out rows: all rows of a layer are keys of the next one
+        state = first(embedding_ND, hidden_ND, *cos_sin, attention, None if others else rows)
+        for layer in others:
+            state = layer(state, *cos_sin, attention, rows if layer is others[-1] else None)
         normed = self.norm(state)
         return normed, normed if self.norm_output else state
 
     def init_from_target(self, target: CausalLM) -> None:
-        """The final norm of the target belongs to its output layer. A quarter of it: a layer that knows nothing yet is then as
-        unsure as it should be (with the whole, the loss starts at 15 nats on SmolLM2)."""
+        """The final norm of the target belongs to its output layer. A quarter of its weight: the distribution of an untrained
+        layer is then nearly uniform (with all of it, the loss starts at 15 nats on SmolLM2)."""
         ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)
         self.norm.weight.copy_(0.25 * target.final_norm(ones)[0])
 
     @property
-    def scaled(self) -> str | None:  # type: ignore[override]
+    def scaled_weight(self) -> str | None:  # type: ignore[override]
         return "fc.weight" if self.input_norm is None and self.fc_norm is None else None  # a norm would undo it

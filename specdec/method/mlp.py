@@ -1,11 +1,11 @@
 """The MLP speculator (Wertheimer et al. 2404.19124): a chain of small layers without attention, one for every token ahead.
 
     s_0 = h                                    the target's last state after its final norm   (scale_input: rms(h) / sqrt 2)
-    s_i = gelu(ln_i(proj_i(s_{i-1}) + (w_e / w_s) emb_i(x_i)))        x_1 the last token, then what was drafted
+    s_i = gelu(ln_i(proj_i(s_{i-1}) + (w_e / w_s) emb_i(x_i)))        x_1 the last token, then the draft tokens
     logits_i = head_i(s_i),     w_s = 0.5^(0.5 / n),   w_e = sqrt((1 - w_s^2) inner / 2)
 
-Formulas and tensor names are those of the IBM checkpoints that vLLM loaded up to 0.32. Of ours are: the target's embedding in
-place of one of its own, and a draft vocabulary.
+Formulas and tensor names are those of the IBM checkpoints that vLLM loaded up to 0.32. Two settings are not theirs: reading the
+target's embedding, and a draft vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ EPS = 1e-6
 
 
 class Architecture(Checked):
-    """n_predict: heads, the most tokens of a draft; inner_dim: width of the states, the target's unless given; tie_weights: one
-    emb, ln and head, and one proj from the second on; scale_input: see above; own_embedding: false reads the target's, frozen;
-    draft_vocab_size: the most frequent tokens of the training data, or all (null), which is what IBM's format can hold."""
+    """The parts of the drafter.
+
+    n_predict: heads, the most tokens of a draft.
+    inner_dim: width of the states; null: the target's.
+    tie_weights: one emb, ln and head for all tokens, and one proj from the second on.
+    scale_input: see the module.
+    own_embedding: false reads the target's embedding, frozen.
+    draft_vocab_size: the most frequent tokens of the training data; null: all, which is what IBM's format can hold.
+    """
 
     what: ClassVar[str] = "train.drafter key"
 
@@ -43,8 +49,11 @@ class Architecture(Checked):
 
 
 class Objective(Checked):
-    """loss: weights of ce, kl, tv and nll, summed over the heads; mask_outside_vocab: a row whose likeliest target token cannot
-    be drafted teaches nothing."""
+    """What is minimised.
+
+    loss: weights of ce, kl, tv and nll, summed over the heads.
+    mask_outside_vocab: rows whose likeliest target token cannot be drafted are left out of the loss.
+    """
 
     what: ClassVar[str] = "train.objective key"
 
@@ -60,7 +69,8 @@ class Norm(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return rms(x) * self.weight + self.bias
@@ -81,25 +91,28 @@ class MLP(Drafter):
         drafts_max=True,
         serving={"vllm": "mlp_speculator"},
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        given = Architecture(**architecture)
-        inner = given.inner_dim or target.hidden_size
-        if not given.own_embedding and inner != target.hidden_size:
+        recipe = Architecture(**architecture)
+        inner = recipe.inner_dim or target.hidden_size
+        if not recipe.own_embedding and inner != target.hidden_size:
             raise ValueError(
                 f"own_embedding=false reads the target's embedding, {target.hidden_size} wide, and inner_dim={inner}; "
                 f"leave inner_dim out, or give it an embedding of its own"
             )
-        return given.model_dump(exclude={"draft_vocab_size"}) | {"inner_dim": inner}
+        return recipe.model_dump(exclude={"draft_vocab_size"}) | {"inner_dim": inner}
 
     def build(self, config: dict[str, Any]) -> None:
-        given = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        inner = int(self.resolve_config(self.target, architecture.model_dump())["inner_dim"])
         self.hidden_layers = (self.target.num_layers,)
-        self.inner_dim = inner = int(self.resolve_config(self.target, given.model_dump())["inner_dim"])
-        self.num_heads = self.max_draft_tokens = given.n_predict
-        self.scale_input = given.scale_input
+        self.inner_dim = inner
+        self.num_heads = architecture.n_predict
+        self.max_draft_tokens = architecture.n_predict
+        self.scale_input = architecture.scale_input
         if inner != self.target.hidden_size and not config.get("own_lm_head"):
             raise ValueError(
                 f"inner_dim={inner} does not fit the target's output layer ({self.target.hidden_size} wide); "
@@ -110,39 +123,40 @@ class MLP(Drafter):
                 f"num_speculative_tokens={self.num_speculative_tokens}, and this MLP speculator has n_predict={self.num_heads} "
                 "heads; lower it"
             )
-        own = 1 if given.tie_weights else self.num_heads
-        widths = [self.target.hidden_size] + [inner] * min(self.num_heads - 1, own)
+        copies = 1 if architecture.tie_weights else self.num_heads
+        widths = [self.target.hidden_size] + [inner] * min(self.num_heads - 1, copies)
+        num_embeddings = copies if architecture.own_embedding else 0
         self.proj = nn.ModuleList(nn.Linear(width, inner, bias=False) for width in widths)
-        self.ln = nn.ModuleList(Norm(inner) for _ in range(own))
-        self.emb = nn.ModuleList(nn.Embedding(self.target.vocab_size, inner) for _ in range(own if given.own_embedding else 0))
+        self.ln = nn.ModuleList(Norm(inner) for _ in range(copies))
+        self.emb = nn.ModuleList(nn.Embedding(self.target.vocab_size, inner) for _ in range(num_embeddings))
         self.head = nn.ModuleList()
         state_weight = 0.5 ** (0.5 / self.num_heads)
         self.embedding_weight = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
-        self.std = inner**-0.5
+        self.init_std = inner**-0.5
 
     def make_head(self, num_draft_vocab: int) -> None:
         self.head.extend(nn.Linear(self.inner_dim, num_draft_vocab, bias=False) for _ in range(len(self.ln)))
 
-    def own_heads(self) -> list[Any]:
+    def output_layers(self) -> list[Any]:
         return list(self.head)
 
     def heads(self) -> list[Tensor | None]:
-        return [head.weight for head in self.own_heads()] or [None]
+        return [head.weight for head in self.output_layers()] or [None]
 
     def step(self, k: int, state_ND: Tensor, token_N: Tensor) -> Tensor:
-        """[N, inner] of head k, from the states before it and the tokens at its place."""
+        """[N, inner] state of head k, from the states before it and the tokens that it reads."""
         embedded = self.emb[min(k, len(self.emb) - 1)](token_N) if len(self.emb) else self.embed(token_N)
         mixed = self.proj[min(k, len(self.proj) - 1)](state_ND) + self.embedding_weight * embedded
         return F.gelu(self.ln[min(k, len(self.ln) - 1)](mixed))
 
-    scaled = "proj.0.weight"
+    scaled_weight = "proj.0.weight"
 
-    def unscaled(self, hidden_NTD: Tensor) -> Tensor:
+    def features(self, hidden_NTD: Tensor) -> Tensor:
         state = self.last_state(hidden_NTD[:, -1])
         return rms(state) / 2**0.5 if self.scale_input else state
 
     def first_state(self, hidden_NTD: Tensor) -> Tensor:
-        state = self.unscaled(hidden_NTD)
+        state = self.features(hidden_NTD)
         return state if self.feature_scale is None else state * self.feature_scale
 
     def head_logits(self, k: int, state_ND: Tensor) -> Tensor:
@@ -155,7 +169,8 @@ class MLP(Drafter):
             return empty_draft(context)
         assert context.hidden is not None
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
-        token_B, sampler = context.last_token_B, self.draft_sampler(context)
+        token_B = context.last_token_B
+        sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             state_BD = self.step(k, state_BD, token_B)
             token_B = sampler.sample(self.head_logits(k, state_BD))
@@ -166,7 +181,8 @@ class MLP(Drafter):
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0) -> list[Tensor]:
         rows = self._index(plan.steps[0].rows)
-        state, states = self.first_state(batch.hidden(self.hidden_layers)[rows]), []
+        state = self.first_state(batch.hidden(self.hidden_layers)[rows])
+        states = []
         for k, step in enumerate(plan.steps):
             if k and len(step.rows) < len(state):
                 state = state[self._index(step.from_prev)]

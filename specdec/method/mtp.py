@@ -1,12 +1,12 @@
 """Multi-token prediction: a decoder layer of the target's own kind that goes on from the target's last state.
 
-    x  = eh_proj(concat[enorm(embedding), hnorm(h)])       h: the target's last state, then what the module before it gave
+    x  = eh_proj(concat[enorm(embedding), hnorm(h)])       h: the target's last state, then the output of the module before
     h' = norm(layer(x)),   logits = target's lm_head(h')
 
-One module that is re-used K times (FastMTP, 2509.18362) drafts as EAGLE does, on its own states. With a module for every place
-(DeepSeek-V3, 2412.19437) module k runs over the same positions as module 0, on tokens shifted by k more: its keys at the last
-k positions hang on drafts, so these are made anew in the next step. A target that ships such modules, which transformers
-leaves out, drafts with them when no `model` is given; their names: `specdec.checkpoint.mtp`.
+One module that is re-used K times (FastMTP, 2509.18362) drafts as EAGLE does, on its own states. With a module for every token
+of the draft (DeepSeek-V3, 2412.19437) module k runs over the same positions as module 0, on tokens shifted by k more: its keys
+at the last k positions depend on drafts and are computed again in the next step. A target that ships such modules, which
+transformers leaves out, drafts with them when no `model` is given; their names: `specdec.checkpoint.mtp`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
-from specdec.drafter.base import Init, empty_draft
-from specdec.drafter.base import Objective as Unrolled
+from specdec.drafter.base import Init, UnrolledObjective, empty_draft
 from specdec.drafter.batch import Batch
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
 
 class Architecture(Checked):
-    """num_modules: 1 is re-used for every token, more are one for each; last_hidden_kind: whether the target's last state is
-    read after its final norm or before; hidden_feedback: a module reads what the one before it gave (own), or the target's
-    state again; zero_first_embedding: the pair at position 0 has no embedding (DeepSeek-V3); draft_vocab_size: the most
-    frequent tokens of the training data, or all (null), which is what a target's own modules have."""
+    """The parts of the drafter.
+
+    num_modules: 1 is re-used for every token of a draft; more are one for each.
+    last_hidden_kind: whether the target's last state is read after its final norm or before.
+    hidden_feedback: a module reads the output of the one before it (own), or the target's state again.
+    zero_first_embedding: the pair at position 0 has an embedding of zeros (DeepSeek-V3).
+    draft_vocab_size: the most frequent tokens of the training data; null: all, as a target's own modules have it.
+    """
 
     what: ClassVar[str] = "train.drafter key"
 
@@ -48,21 +51,24 @@ class Architecture(Checked):
     draft_vocab_size: int | None = Field(None, ge=1)
 
 
-class Objective(Unrolled):
-    """ttt_steps: tokens that are trained, num_modules if there are several; step k weighs decay^k, and all of them 1 together;
-    ttt_warmup, loss and mask_outside_vocab as in EAGLE-3."""
+class Objective(UnrolledObjective):
+    """As EAGLE-3's, but for the weights of the steps.
+
+    ttt_steps: tokens that are trained; num_modules if there are several.
+    ttt_step_loss_decay: step k weighs decay^k, divided so that the weights sum to 1.
+    """
 
     ttt_steps: int = Field(3, ge=1)
     ttt_step_loss_decay: float = Field(0.6, gt=0)
     loss: losses.Terms = Field({"nll": 1.0})
 
     def weights(self, num_steps: int) -> list[float]:
-        whole = sum(self.ttt_step_loss_decay**k for k in range(self.ttt_steps))
-        return [self.ttt_step_loss_decay**k / whole for k in range(num_steps)]
+        total = sum(self.ttt_step_loss_decay**k for k in range(self.ttt_steps))
+        return [self.ttt_step_loss_decay**k / total for k in range(num_steps)]
 
 
 class FullAttention:
-    """An attention without window and softcap: a module looks at all that its row holds, whatever the target's layers do."""
+    """An attention without window and softcap: a module attends to its whole row, whatever the target's layers do."""
 
     def __init__(self, inner: Attention):
         self.inner = inner
@@ -82,40 +88,40 @@ class FullAttention:
 
 
 class Module(nn.Module):
-    """One module. block: a decoder layer of the target's kind; place: of its keys in the slot cache."""
+    """One module. block: a decoder layer of the target's kind; layer: its number in the slot cache."""
 
-    def __init__(self, target: CausalLM, place: int):
+    def __init__(self, target: CausalLM, layer: int):
         super().__init__()
         width = target.hidden_size
-        self.enorm, self.hnorm = _norm(target), _norm(target)
+        self.enorm = _norm(target)
+        self.hnorm = _norm(target)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = _layer(target, place)
+        self.block = _layer(target, layer)
         self.norm = _norm(target)
 
-    def forward(self, embedding_ND: Tensor, hidden_ND: Tensor, place: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, embedding_ND: Tensor, hidden_ND: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         x = self.eh_proj(torch.cat([self.enorm(embedding_ND), self.hnorm(hidden_ND)], -1))
-        out = self.block(x.unsqueeze(0), position_embeddings=place, attention_mask=None, attention=FullAttention(attention))
+        out = self.block(x.unsqueeze(0), position_embeddings=cos_sin, attention_mask=None, attention=FullAttention(attention))
         return self.norm((out[0] if isinstance(out, tuple) else out)[0])
 
 
 def _norm(target: CausalLM) -> nn.Module:
-    """One of the target's kind, as new."""
+    """A norm of the target's kind with initial weights."""
     norm = copy.deepcopy(target.final_norm)
-    fresh = type(norm)(target.hidden_size).state_dict()
-    norm.load_state_dict(fresh)
+    norm.load_state_dict(type(norm)(target.hidden_size).state_dict())
     return norm.float()
 
 
-def _layer(target: CausalLM, place: int) -> nn.Module:
-    """A new decoder layer of the target's kind."""
+def _layer(target: CausalLM, number: int) -> nn.Module:
+    """A decoder layer of the target's kind with initial weights."""
     layer = type(target.layers[-1])(target.config, native_modules.kind_of_layer(target.config))
     attention: Any = layer.self_attn
-    attention.layer_idx = place
+    attention.layer_idx = number
     return layer.float()
 
 
-def _not_alone(target: CausalLM, error: Exception) -> ValueError:
-    """For a target whose layers do not run on their own, as those of most do."""
+def _unsupported(target: CausalLM, error: Exception) -> ValueError:
+    """For a target whose layers do not run on their own; those of most targets do."""
     return ValueError(
         f"{target.name}: method mtp drafts with decoder layers of the target's own kind, and those of model_type "
         f"{target.config.model_type!r} do not run one by one ({first_line(error)}); use another method, such as eagle3"
@@ -133,6 +139,7 @@ class MTP(AutoregressiveDrafter):
         serving={"vllm": "mtp", "sglang": "NEXTN"},
         served_in_target=True,
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     def __init__(
@@ -159,17 +166,18 @@ class MTP(AutoregressiveDrafter):
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        given = Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
-        return given | {"num_modules": given["num_modules"] or 1, "zero_first_embedding": bool(given["zero_first_embedding"])}
+        config = Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
+        zero_first = bool(config["zero_first_embedding"])
+        return config | {"num_modules": config["num_modules"] or 1, "zero_first_embedding": zero_first}
 
     def build(self, config: dict[str, Any]) -> None:
         self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
         self.hidden_layers = (self.target.num_layers,)
         try:
             Module(self.target, 0)
-        except Exception as error:  # whatever a class wants beside a config and a number
-            raise _not_alone(self.target, error) from None
-        self.like = native_modules.kind_of_layer(self.target.config)
+        except Exception as error:  # of a class that takes other arguments than a config and a number
+            raise _unsupported(self.target, error) from None
+        self.target_layer = native_modules.kind_of_layer(self.target.config)
         num_modules = self.architecture.num_modules or 1
         if 1 < num_modules < self.num_speculative_tokens:
             raise ValueError(
@@ -177,30 +185,30 @@ class MTP(AutoregressiveDrafter):
                 f"{num_modules} tokens; lower it"
             )
         self.max_draft_tokens = num_modules if num_modules > 1 else None
-        self.mtp = nn.ModuleList(Module(self.target, place) for place in range(num_modules))
-        # of each row, the last states, which later modules will read again, and the position behind them; a prompt's come from
-        # position 0 on, so those of the row's request before are not read
-        self.tail: dict[int, tuple[int, Tensor]] = {}
+        self.mtp = nn.ModuleList(Module(self.target, layer) for layer in range(num_modules))
+        # of each row, the end of the positions that were processed, and the last states, which later modules read again; the
+        # states of a prompt begin at position 0, so nothing of the row's request before is read
+        self.last_states: dict[int, tuple[int, Tensor]] = {}
 
     def prepare(self) -> None:
         super().prepare()
-        try:  # once, with two tokens: what a layer is given here is not what every class wants
+        try:  # with two tokens: not every class runs with the arguments that a layer gets here
             with torch.no_grad():
                 state_ND = torch.zeros(2, self.target.hidden_size, dtype=self.dtype, device=self.target.device)
                 plan = unroll.plan(np.array([2]), np.ones(2, dtype=bool), 1)
                 self.step(state_ND, state_ND, torch.arange(2, device=self.target.device), unroll.UnrolledAttention(plan))
         except Exception as error:
-            raise _not_alone(self.target, error) from None
+            raise _unsupported(self.target, error) from None
 
     def kv_shapes(self) -> list[tuple[int, ...]]:
-        return [self.target.kv_shapes()[self.like]] * len(self.mtp)
+        return [self.target.kv_shapes()[self.target_layer]] * len(self.mtp)
 
     def cos_sin(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """[1, N, W] each: the target's own."""
         rotary = self.target.model.get_decoder().rotary_emb
-        # where layers of different kinds turn differently (Gemma 3), as the layer that the modules are like
+        # where kinds of layers have different frequencies (Gemma 3), those of the layer whose kind the modules are
         types = getattr(self.target.config, "layer_types", None) if hasattr(rotary, "layer_types") else None
-        kind = () if types is None else (types[self.like],)
+        kind = () if types is None else (types[self.target_layer],)
         cos, sin = rotary(torch.zeros((), device=position_N.device), position_N.unsqueeze(0), *kind)
         return cos, sin
 
@@ -218,7 +226,7 @@ class MTP(AutoregressiveDrafter):
         rows: Tensor | None = None,
         module: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        if not len(hidden_ND):  # every document ended before this step; a layer of transformers takes no empty input
+        if not len(hidden_ND):  # every document ends before this step; a layer of transformers takes no empty input
             return hidden_ND, hidden_ND
         if self.architecture.zero_first_embedding:
             embedding_ND = embedding_ND * (position_N > 0).unsqueeze(1).to(embedding_ND.dtype)
@@ -232,71 +240,82 @@ class MTP(AutoregressiveDrafter):
     def propose(self, context: Context) -> Draft:
         if len(self.mtp) == 1:
             return super().propose(context)
-        draft_B, num_later = self.draft_lengths(context), len(self.mtp) - 1
-        assert context.hidden is not None
+        draft_B = self.draft_lengths(context)
+        num_later = len(self.mtp) - 1
+        start_B = context.length_B - 1
+        count_B = np.zeros_like(start_B)
         tokens: list[np.ndarray] = []
-        parts: list[Tensor] = []
-        start_B, count_B = context.length_B - 1, np.zeros(len(context.rows), dtype=np.int64)
+        hidden: list[Tensor] = []
         for b in range(len(context.rows)):
-            fused, first = self._with_tail(context, b)
+            fused_ND, start = self._with_last_states(context, b)
             if not draft_B[b]:
                 continue
             ids = context.tokens(b)
-            settled = len(fused) - num_later  # pairs that every module has the tokens for
+            num_settled = len(fused_ND) - num_later  # pairs that every module has the tokens for
             # drafts shorter than there are modules do not reach the later ones
-            if settled > (len(self.mtp) if int(draft_B.max()) == len(self.mtp) else 0):
-                self._settle(context.rows[b : b + 1], ids, fused[:settled], first)
-                fused, first = fused[settled:], first + settled
-            start_B[b], count_B[b] = first, len(fused)
-            parts.append(fused)
-            tokens.append(ids[first + 1 :])
+            if num_settled > (len(self.mtp) if int(draft_B.max()) == len(self.mtp) else 0):
+                self._process_settled(context.rows[b : b + 1], ids, fused_ND[:num_settled], start)
+                fused_ND = fused_ND[num_settled:]
+                start += num_settled
+            start_B[b] = start
+            count_B[b] = len(fused_ND)
+            hidden.append(fused_ND)
+            tokens.append(ids[start + 1 :])
         if not draft_B.any():
             return empty_draft(context)
-        hidden_ND, last = torch.cat(parts), self._index((np.cumsum(count_B) - 1).clip(0))
-        committed_N, every = self._index(np.concatenate(tokens)), np.arange(int(count_B.sum()))
-        row_N, sampler = np.repeat(np.arange(len(count_B)), count_B), self.draft_sampler(context)
+        sampler = self.draft_sampler(context)
+        hidden_ND = torch.cat(hidden)
+        committed_N = self._index(np.concatenate(tokens))
+        pair_N = np.arange(len(hidden_ND))
+        row_N = np.repeat(np.arange(len(count_B)), count_B)
         first_N = (np.cumsum(count_B) - count_B)[row_N]
+        last_B = self._index((np.cumsum(count_B) - 1).clip(0))
         for k in range(int(draft_B.max())):
-            # the pair at place i of a row takes the token k further on: a committed one, or a draft
-            ahead_N = every - first_N + k
-            over_N = ahead_N - count_B[row_N]
+            # module k reads the token k places after the pair's own: a committed one, or beyond these a draft token
+            ahead_N = pair_N - first_N + k
+            draft_position_N = ahead_N - count_B[row_N]
             token_N = committed_N[self._index(np.minimum(ahead_N, count_B[row_N] - 1) + first_N)]
             if k:
-                said_N = torch.stack(sampler.tokens, 1)[self._index(row_N), self._index(over_N.clip(0))]
-                token_N = torch.where(self._index(over_N >= 0), said_N, token_N)
-            window = context.rows, self.embed(token_N), hidden_ND, start_B, count_B, every
-            state_ND, hidden_ND = self.forward_pairs(*window, module=k)
-            sampler.sample(self.draft_logits(state_ND[last]))
+                draft_N = torch.stack(sampler.tokens, 1)[self._index(row_N), self._index(draft_position_N.clip(0))]
+                token_N = torch.where(self._index(draft_position_N >= 0), draft_N, token_N)
+            embedding_ND = self.embed(token_N)
+            state_ND, hidden_ND = self.forward_pairs(context.rows, embedding_ND, hidden_ND, start_B, count_B, pair_N, module=k)
+            sampler.sample(self.draft_logits(state_ND[last_B]))
         return sampler.draft(draft_B)
 
-    def _with_tail(self, context: Context, b: int) -> tuple[Tensor, int]:
-        """The states of row b since its last call and those that later modules read again, and where they begin."""
+    def _with_last_states(self, context: Context, b: int) -> tuple[Tensor, int]:
+        """The states that later modules read again and those of row b since its last call; and the position of the first."""
         assert context.hidden is not None
-        row, fused, end = int(context.rows[b]), self.fuse(context.hidden[b]), int(context.length_B[b]) - 1
-        if row in self.tail:
-            behind, kept = self.tail[row]
-            fused = torch.cat([kept[: max(len(kept) - (behind - end + len(fused)), 0)], fused])
-        self.tail[row] = end, fused[1 - len(self.mtp) :]
-        return fused, end - len(fused)
+        row = int(context.rows[b])
+        end = int(context.length_B[b]) - 1
+        fused_ND = self.fuse(context.hidden[b])
+        if row in self.last_states:
+            last_end, last_ND = self.last_states[row]
+            num_again = len(last_ND) - (last_end - end + len(fused_ND))
+            fused_ND = torch.cat([last_ND[: max(num_again, 0)], fused_ND])
+        self.last_states[row] = end, fused_ND[1 - len(self.mtp) :]
+        return fused_ND, end - len(fused_ND)
 
     @torch.inference_mode()
     def catch_up(self, context: Context) -> bool:
         if len(self.mtp) == 1:
             return super().catch_up(context)
         for b in range(len(context.rows)):
-            fused, first = self._with_tail(context, b)
-            self._settle(context.rows[b : b + 1], context.tokens(b), fused[: 1 - len(self.mtp)], first)
+            fused_ND, start = self._with_last_states(context, b)
+            self._process_settled(context.rows[b : b + 1], context.tokens(b), fused_ND[: 1 - len(self.mtp)], start)
         return True
 
-    def _settle(self, row: np.ndarray, ids: np.ndarray, fused: Tensor, first: int) -> None:
-        """Every module over pairs of one row from position `first` on, all of whose tokens are committed."""
-        for a in range(0, len(fused), PREFILL_CHUNK):
-            hidden = fused[a : a + PREFILL_CHUNK]
-            begin, count = np.array([first + a]), np.array([len(hidden)])
+    def _process_settled(self, row: np.ndarray, ids: np.ndarray, fused_ND: Tensor, start: int) -> None:
+        """Write every module's K and V of one row's pairs from position `start` on, all of whose tokens are committed."""
+        for a in range(0, len(fused_ND), PREFILL_CHUNK):
+            hidden_ND = fused_ND[a : a + PREFILL_CHUNK]
+            start_B = np.array([start + a])
+            count_B = np.array([len(hidden_ND)])
+            pair_N = np.arange(len(hidden_ND))
             for k in range(len(self.mtp)):
-                token_N = self._index(ids[first + a + 1 + k :][: len(hidden)])
-                every = np.arange(len(hidden))
-                _, hidden = self.forward_pairs(row, self.embed(token_N), hidden, begin, count, every, module=k)
+                token_N = self._index(ids[start + a + 1 + k :][: len(hidden_ND)])
+                embedding_ND = self.embed(token_N)
+                _, hidden_ND = self.forward_pairs(row, embedding_ND, hidden_ND, start_B, count_B, pair_N, module=k)
 
     # ---------------------------------------------------------------- training
 
@@ -312,11 +331,12 @@ class MTP(AutoregressiveDrafter):
         """A module for every token: each over all rows, since all are keys to those after them."""
         if len(self.mtp) == 1:
             return super().unrolled(batch, plan, seed, kernel)
-        every = np.arange(len(plan.first_N))
-        position_N, hidden, states = self._index(every - plan.first_N), self.fuse(batch.hidden(self.hidden_layers)), []
+        position_N = self._index(np.arange(len(plan.first_N)) - plan.first_N)
+        hidden = self.fuse(batch.hidden(self.hidden_layers))
+        states = []
         for k, step in enumerate(plan.steps):
-            # a row whose token would be of the next document is looked at by nobody
             attention = unroll.UnrolledAttention(plan, kernel)
+            # at the end of a document come tokens of the next one, at pairs that are no rows
             state, hidden = self.step(self.embed(batch.token_N.roll(-1 - k)), hidden, position_N, attention, module=k)
             states.append(state[self._index(step.rows)])
         return states

@@ -481,7 +481,7 @@ def test_a_checkpoint_is_a_plain_model(kind: str, variant: str) -> None:
     assert ours.eos_token_ids == target.eos_token_ids
     assert hub.load_tokenizer(directory)("a mat")["input_ids"] == target.tokenizer("a mat")["input_ids"]
     assert {"README.md", "provenance.json", "generation_config.json"} <= {path.name for path in directory.iterdir()}
-    again = KINDS[kind].opened(target, str(directory), None)
+    again = KINDS[kind].load_checkpoint(target, str(directory), None)
     assert again.tensors is not None
     same(again.tensors, trained.to_checkpoint().tensors, 0)
     assert again.config["pard_token"] == (MASK if kind == "pard" else None)
@@ -674,7 +674,7 @@ def test_mask_tokens_of_a_config(one_line: Any, tmp_path: Path) -> None:
 def test_what_is_no_draft_model(one_line: Any, tmp_path: Path) -> None:
     table = TableLM.random(7)
     one_line(lambda: DraftModel(table, "tiny-llama", 2), "vocabulary of 320", "one of 7")
-    one_line(lambda: DraftModel.opened(table, "tiny-llama", None), "vocabulary of 320", "one of 7")
+    one_line(lambda: DraftModel.load_checkpoint(table, "tiny-llama", None), "vocabulary of 320", "one of 7")
     one_line(lambda: DraftModel(loaded(), "tiny-llama", 0), "num_speculative_tokens=0")
     one_line(lambda: DraftModel(loaded(), "tiny-llama", 2, "often"), "draft_sample_method='often'")
     one_line(lambda: DraftModel(loaded(), "tiny-llama", 2, max_model_len=0), "max_model_len=0")
@@ -696,7 +696,7 @@ def test_what_is_no_draft_model(one_line: Any, tmp_path: Path) -> None:
     (cut / "model.safetensors").write_bytes((loaded().path / "model.safetensors").read_bytes()[:5000])
     for directory, word in ((encoder, "encoder"), (pickled, "cannot be read"), (cut, "cannot be read")):
         for action in (
-            lambda d=directory: DraftModel.opened(loaded(), str(d), None),
+            lambda d=directory: DraftModel.load_checkpoint(loaded(), str(d), None),
             lambda d=directory: DraftModel(loaded(), str(d), 2),
         ):
             one_line(action, str(directory), word)

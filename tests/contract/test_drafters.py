@@ -34,6 +34,7 @@ from specdec.core import Context, Draft, Policy, Request
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch
+from specdec.drafter.block import BlockDrafter
 from specdec.engine import Engine
 from specdec.method.mlp import MLP
 from specdec.method.mtp import MTP
@@ -187,11 +188,15 @@ def watched(proposer: Any) -> list[Asked]:
     def watching(context: Context) -> Draft:
         steps.clear()
         draft = propose(context)
-        for b, length in enumerate(draft.length_B.tolist()):
-            own = steps[:length]
+        lengths = draft.length_B.tolist()
+        for b, length in enumerate(lengths):
+            if isinstance(proposer, BlockDrafter):  # one call, of all tokens of all rows
+                states_and_logits = list(zip(*steps[0], strict=True))[sum(lengths[:b]) :][:length] if steps else []
+            else:
+                states_and_logits = [(states[b], logits[b]) for states, logits in steps[:length]]
             one = Asked(int(context.rows[b]), context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), [], [])
-            one.states = [states[b] for states, _ in own]
-            one.logits = [logits[b] for _, logits in own]
+            one.states = [state for state, _ in states_and_logits]
+            one.logits = [logits for _, logits in states_and_logits]
             asked.append(one)
         return draft
 

@@ -22,7 +22,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter, Geometry
-from specdec.drafter.base import Init, Objective
+from specdec.drafter.base import Init, UnrolledObjective
 from specdec.drafter.batch import Batch
 from specdec.method import eagle
 from specdec.method.eagle import Eagle
@@ -525,13 +525,13 @@ def test_scaling_a_trained_drafter_leaves_its_function(variant: str) -> None:
     scaled = drafter(variant)
     plain_one = drafter(variant)
     hidden_NTD = statistics(own.target, scaled.hidden_layers)
-    scaled.for_training(Objective(), Init(), hidden_NTD, warm_start=True)
+    scaled.for_training(UnrolledObjective(), Init(), hidden_NTD, warm_start=True)
     assert scaled.feature_scale is not None
     with torch.no_grad():
         close(scaled.fuse(hidden_NTD), plain_one.fuse(hidden_NTD), 1e-4)
     close(scaled.to_checkpoint().tensors, plain_one.to_checkpoint().tensors, 1e-4)
     cold = drafter(variant)
-    cold.for_training(Objective(), Init(), hidden_NTD)
+    cold.for_training(UnrolledObjective(), Init(), hidden_NTD)
     assert torch.equal(cold.fc.weight, plain_one.fc.weight)
 
 
@@ -586,10 +586,10 @@ def test_architecture_errors(given: dict[str, Any], words: tuple[str, ...], one_
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
-        (Objective, {"ttt_steps": 0}, ("ttt_steps=0",)),
-        (Objective, {"ttt_step_loss_decay": 0.0}, ("ttt_step_loss_decay",)),
-        (Objective, {"loss": {"mse": 1.0}}, ("'mse'", "ce, kl, tv")),
-        (Objective, {"smooth_l1": 1.0}, ("smooth_l1", "train.objective key")),
+        (UnrolledObjective, {"ttt_steps": 0}, ("ttt_steps=0",)),
+        (UnrolledObjective, {"ttt_step_loss_decay": 0.0}, ("ttt_step_loss_decay",)),
+        (UnrolledObjective, {"loss": {"mse": 1.0}}, ("'mse'", "ce, kl, tv")),
+        (UnrolledObjective, {"smooth_l1": 1.0}, ("smooth_l1", "train.objective key")),
         (eagle.Objective, {"loss": {"ce": -1.0}}, ("-1.0",)),
         (eagle.Objective, {"feature_noise": -0.1}, ("feature_noise=-0.1",)),
         (Init, {"lm_head": "zeros"}, ("lm_head='zeros'",)),
