@@ -756,4 +756,6 @@ def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, capsys: pyt
 
 def test_training_compares_tokenizers_too(tmp_path: Path, one_line: Any) -> None:
     directory = beside(tmp_path, turned)
-    one_line(lambda: DraftModel.load_checkpoint(loaded("tiny-llama"), str(directory), None), "256 ids are other tokens", "train one")
+    one_line(
+        lambda: DraftModel.load_checkpoint(loaded("tiny-llama"), str(directory), None), "256 ids are other tokens", "train one"
+    )
