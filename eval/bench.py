@@ -11,12 +11,15 @@ engine spends outside forwards, and the cost of the suffix trie. "our layers": t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Bench
 
-def run(cfg: dict[str, Any]) -> None:
+
+def run(cfg: Bench) -> None:
     import torch
     from transformers.utils import logging
 
@@ -33,23 +36,17 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.params import SamplingParams
 
     logging.set_verbosity_error()  # generate warns about its own arguments at every call
-    out_dir, model, k = Path(cfg["out_dir"]), cfg["model"], cfg["num_speculative_tokens"]
-    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    if cfg["resume"]:
-        raise ValueError("resume=true: a benchmark is not resumed; give another out_dir=")
+    out_dir, k = Path(cfg.out_dir), cfg.num_speculative_tokens
+    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
     # everything that a typo can break comes before the first figure
-    for dtype in cfg["dtypes"]:
-        choose_dtype(dtype, choose_device(model["device"]))
-    for key in ("threads", "batch_sizes", "suffix_tokens", "max_tokens", "num_speculative_tokens", "max_matching_ngram_size"):
-        for value in cfg[key] if isinstance(cfg[key], list) else [cfg[key]]:
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{key}={cfg[key]!r}: whole numbers, at least 1 are needed")
+    for dtype in cfg.dtypes:
+        choose_dtype(dtype, choose_device(cfg.model.device))
     records.reserve(out_dir, resume=False, resumes=False)
     results: dict[str, Any] = {"environment": records.environment(), "speed": [], "batch": [], "suffix": []}
 
-    for dtype in cfg["dtypes"]:
-        target = CausalLM(config.model_name(model), dtype, model["device"], model["revision"])
-        draft_name = cfg["draft_model"] or str(target.path)
+    for dtype in cfg.dtypes:
+        target = CausalLM(cfg.model.source, dtype, cfg.model.device, cfg.model.revision)
+        draft_name = cfg.draft_model or str(target.path)
 
         def plain(path: Path, target: CausalLM = target) -> Any:
             loaded = hub.load_model(path, dtype=target.dtype).to(target.device).eval()
@@ -65,27 +62,27 @@ def run(cfg: dict[str, Any]) -> None:
             return Engine(target, method.build(name, target, **settings), rejection.build("standard"), rows)
 
         def hf(target: Any = theirs, **options: Any) -> Any:
-            return bench.hugging_face(target, cfg["max_tokens"], **options)
+            return bench.hugging_face(target, cfg.max_tokens, **options)
 
-        same_rule = {"num_speculative_tokens": k, "prompt_lookup_min": 1, "prompt_lookup_max": cfg["max_matching_ngram_size"]}
+        same_rule = {"num_speculative_tokens": k, "prompt_lookup_min": 1, "prompt_lookup_max": cfg.max_matching_ngram_size}
         ngram_default = {key: value for key, value in config.read(config.CONF / "method/ngram.yaml").items() if key != "name"}
         own = {
             "none": engine("none"),
-            f"ngram K={k} n<={cfg['max_matching_ngram_size']}": engine("ngram", **same_rule),
+            f"ngram K={k} n<={cfg.max_matching_ngram_size}": engine("ngram", **same_rule),
             "ngram, our default": engine("ngram", **ngram_default),
             "suffix, our default": engine("suffix"),
             f"draft_model K={k}": engine("draft_model", model=draft_name, num_speculative_tokens=k),
         }
-        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": cfg["max_matching_ngram_size"]}
+        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": cfg.max_matching_ngram_size}
         rivals = {
             "HF generate": hf(),
-            f"HF prompt lookup K={k} n<={cfg['max_matching_ngram_size']}": hf(**lookup),
+            f"HF prompt lookup K={k} n<={cfg.max_matching_ngram_size}": hf(**lookup),
             "HF prompt lookup, its default": hf(prompt_lookup_num_tokens=10),
             f"HF assisted K={k}": hf(assistant_model=assistant),
         }
         names, rival_names = list(own), list(rivals)
         pairs = list(zip(names, [*rival_names[:3], rival_names[2], rival_names[3]], strict=True))
-        if cfg["loop_alone"] and packed_linear.can_pack(target.dtype, target.device):
+        if cfg.loop_alone and packed_linear.can_pack(target.dtype, target.device):
             # their loops with our linear layers: what is left of the ratio is the loop's
             packed, packed_assistant = plain(target.path), plain(hub.resolve(draft_name))
             packed_linear.pack(packed)
@@ -96,9 +93,9 @@ def run(cfg: dict[str, Any]) -> None:
             ):
                 rivals[f"{rival}, our layers"] = decode
                 pairs.append((name, f"{rival}, our layers"))
-        for threads in cfg["threads"]:
+        for threads in cfg.threads:
             torch.set_num_threads(threads)
-            contenders = rivals | {name: bench.ours(e, cfg["max_tokens"]) for name, e in own.items()}
+            contenders = rivals | {name: bench.ours(e, cfg.max_tokens) for name, e in own.items()}
             timings = bench.run_side_by_side(contenders, prompts)
             for name, rival in pairs:
                 results["speed"].append(
@@ -117,17 +114,17 @@ def run(cfg: dict[str, Any]) -> None:
                 ("ngram", ngram_default),
                 ("draft_model", {"model": draft_name, "num_speculative_tokens": k}),
             ):
-                for rows in cfg["batch_sizes"]:
-                    params = SamplingParams(temperature=0, max_tokens=cfg["max_tokens"])
+                for rows in cfg.batch_sizes:
+                    params = SamplingParams(temperature=0, max_tokens=cfg.max_tokens)
                     requests = [Request(str(i), ids, params) for i, ids in enumerate(prompts)]
                     outside, speed = bench.share_outside_forwards(engine(name, rows, **settings), requests)
                     line = {"dtype": dtype, "threads": threads, "method": name, "batch_size": rows}
                     results["batch"].append(line | {"tokens_per_s": speed, "outside_forwards": outside})
     torch.set_num_threads(1)
-    for count in cfg["suffix_tokens"]:
+    for count in cfg.suffix_tokens:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
 
-    records.claim(out_dir, False, {"bench": cfg["name"]}, resumes=False)
+    records.claim(out_dir, False, {"bench": cfg.name}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     records.write_json(out_dir / "bench.json", results)
     console.show(*bench_report.bench_tables(results))

@@ -14,13 +14,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import script
+
+if TYPE_CHECKING:
+    from specdec.config.pages import Choose, Rejection
 from specdec.params import PLAIN
 
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+def run(cfg: Choose) -> dict[str, Any]:
     import numpy as np
     import torch
 
@@ -31,48 +34,40 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report.table import markdown
-    from specdec.model.target import CausalLM
-    from specdec.params import SamplingParams
     from specdec.policy import cost_table, profiling
 
-    params = SamplingParams(**cfg["sampling"])
-    plans = {name: parse(name, given, cfg["rejection"]) for name, given in entries(cfg).items()}
-    levels = serving.parse_rates(cfg["rates"])
-    for key in ("rounds", "cost_repeats", "cost_context"):
-        if cfg[key] is not None and cfg[key] < 1:
-            raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
-    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    model, out_dir, rows = cfg["model"], Path(cfg["out_dir"]), cfg["max_batch_size"]
-    if cfg["resume"]:
-        raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
+    params = cfg.sampling
+    plans = {name: parse(name, given, cfg.rejection) for name, given in entries(cfg).items()}
+    levels = serving.parse_rates(cfg.rates)
+    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
+    out_dir, rows = Path(cfg.out_dir), cfg.max_batch_size
     records.reserve(out_dir, resume=False, resumes=False)
-    torch.set_num_threads(config.threads(cfg))
+    torch.set_num_threads(cfg.num_threads or 1)
 
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
-    shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
+    target = cfg.model.load()
     built, engines = {}, {}
     for name, plan in plans.items():
         try:
             built[name] = plan.build(target)
-            engines[name] = Engine(target, *built[name], **shape)
+            engines[name] = Engine(target, *built[name], **cfg.engine)
             tasks.prepare(engines[name], chosen, params)
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None
     plain = engines[PLAIN]
-    identity = records.run_identity(target, chosen, params, cfg, cfg["rejection"]["name"]) | {
+    identity = records.run_identity(target, chosen, params, cfg.seed, cfg.rejection.name) | {
         "rates": [str(level) for level in levels],
-        "rounds": cfg["rounds"],
-        **shape,
+        "rounds": cfg.rounds,
+        **cfg.engine,
     }
 
     lengths = [len(tasks.first_prompt_ids(target.tokenizer, task)) for task in chosen]
-    context = cfg["cost_context"] or int(np.mean(lengths) + (params.max_tokens or 128) / 2)
+    context = cfg.cost_context or int(np.mean(lengths) + (params.max_tokens or 128) / 2)
     tables = {}
     for name, (proposer, _) in built.items():
         sizes, most = profiling.sizes_up_to(rows), proposer.num_speculative_tokens
-        total = len(sizes) * (cfg["cost_repeats"] + 1) * len(profiling.lengths_up_to(most))
+        total = len(sizes) * (cfg.cost_repeats + 1) * len(profiling.lengths_up_to(most))
         with console.one_bar(f"costs of {name}", total) as advance:
-            table = profiling.measure(target, proposer, sizes, None, context, cfg["cost_repeats"], params, advance)
+            table = profiling.measure(target, proposer, sizes, None, context, cfg.cost_repeats, params, advance)
         tables[name] = table
         serving.warm_up(engines[name])
     records.claim(out_dir, False, identity, resumes=False)
@@ -95,20 +90,20 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if any(not isinstance(level, str) for level in levels):
         first = {PLAIN: serving.RunRecord()}
         piece = tasks.groups(chosen, rows)[:1]
-        for _ in serving.run_interleaved({PLAIN: plain}, first, piece, None, params, cfg["seed"]):
+        for _ in serving.run_interleaved({PLAIN: plain}, first, piece, None, params, cfg.seed):
             pass
         capacity = len(piece[0]) / first[PLAIN].clock_s
 
     written = records.JsonlFile(out_dir / "requests.jsonl", keep=False)
     measured = {level: {name: serving.RunRecord() for name in engines} for level in levels}
-    total = cfg["rounds"] * len(levels) * len(engines) * len(chosen)
+    total = cfg.rounds * len(levels) * len(engines) * len(chosen)
     with console.one_bar("requests", total) as advance:
-        for number in range(cfg["rounds"]):
+        for number in range(cfg.rounds):
             for level in levels:
                 afresh()
                 pieces = [[task] for task in chosen] if level == "one" else tasks.groups(chosen, rows)
                 rate = None if isinstance(level, str) else level * (capacity or 1.0)
-                turns = serving.run_interleaved(engines, measured[level], pieces, rate, params, cfg["seed"], level == "one")
+                turns = serving.run_interleaved(engines, measured[level], pieces, rate, params, cfg.seed, level == "one")
                 for name, task, served, request in turns:
                     facts = {
                         "run": name,
@@ -172,7 +167,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "runs": found,
     }
     records.write_json(out_dir / "choose.json", summary)
-    title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg['task']['name']}"
+    title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg.task.name}"
     choose_report.plot_choose(summary, title, out_dir / "choose.png")
     console.show(*choose_report.choose_tables(summary, title), "")
     print(markdown(*choose_report.choose_cells(summary)), end="\n\n")  # as it is: a line must not be broken
@@ -245,18 +240,13 @@ def verdict(
     return "fastest at the {} rate: {}, {ratio:.2f} ({low:.2f} to {high:.2f}){}".format(rate, best, beside, **gains[best])
 
 
-def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def entries(cfg: Choose) -> dict[str, dict[str, Any]]:
     """The object of every run by its name, plain decoding first. ValueError, one line, for what is not known."""
     from specdec import config, method
     from specdec.checked import nearest
 
     known = [name for name in method.names() if name == PLAIN or method.facts(name).drafts]
-    for key, form in (("checkpoints", "{eagle3: DIR}"), ("runs", "{a: {method: ngram}}")):
-        if not isinstance(cfg[key], dict | None):
-            raise ValueError(f"{key}={cfg[key]!r} must be a mapping, such as {key}='{form}'")
-    given, checkpoints = cfg["methods"], cfg["checkpoints"] or {}
-    if not isinstance(given, list):
-        raise ValueError(f"methods={given!r} must be a list, such as [none,ngram]")
+    given, checkpoints = cfg.methods, cfg.checkpoints or {}
     for key, names in (("methods", given), ("checkpoints", checkpoints)):
         for name in names:
             if name not in known:
@@ -279,7 +269,7 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name in given:
         if "model" in method.required(name) and "model" not in found[name]:
             raise ValueError(f"methods: {name!r} drafts with a trained drafter; give checkpoints={{{name}: DIR}}")
-    for name, own in (cfg["runs"] or {}).items():
+    for name, own in (cfg.runs or {}).items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)) or name in found:
             why = "is a run already" if name in found else "may have letters, digits, '.', '_' and '-' only"
             raise ValueError(f"runs: the name {name!r} {why}; give another")
@@ -292,12 +282,12 @@ def entries(cfg: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def parse(name: str, given: dict[str, Any], rejection: dict[str, Any]) -> Any:
+def parse(name: str, given: dict[str, Any], rejection: Rejection) -> Any:
     """A run's object under the rejection scheme of all; plain decoding has no draft to judge."""
     from specdec.speculative_config import SpeculativeConfig
 
-    scheme = {key: value for key, value in rejection.items() if value is not None and key != "name"}
-    own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection["name"], **given}
+    scheme = {key: value for key, value in rejection.settings.items() if value is not None}
+    own = given if name == PLAIN else {**scheme, "rejection_sample_method": rejection.name, **given}
     try:
         plan = SpeculativeConfig.parse(own).resolve()
         plan.check_processes(1)

@@ -14,12 +14,15 @@ from __future__ import annotations
 import sys
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Load
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Load) -> dict[str, Any]:
     import torch
 
     from specdec import config
@@ -28,43 +31,31 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
-    from specdec.model.target import CausalLM
-    from specdec.params import SamplingParams
-    from specdec.speculative_config import SpeculativeConfig
 
-    if cfg["checkpoint"] is not None:
-        config.apply_checkpoint(cfg)
-    params = SamplingParams(**cfg["sampling"])
-    plan = SpeculativeConfig.parse(config.speculative(cfg)).resolve()
+    params, plan = cfg.sampling, cfg.plan()
     name, scheme = plan.method, plan.scheme
     plan.check_processes(1)
-    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    coming = arrivals.make_arrivals(
-        cfg["arrivals"], cfg["request_rate"], cfg["trace"], cfg["num_requests"], len(chosen), cfg["seed"]
-    )
-    model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    if cfg["resume"]:
-        raise ValueError("resume=true: a run under load cannot go on, since its clock has stopped; give another out_dir=")
-    logger.check_logger(cfg["logger"])
+    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
+    coming = arrivals.make_arrivals(cfg.arrivals, cfg.request_rate, cfg.trace, cfg.num_requests, len(chosen), cfg.seed)
+    out_dir = Path(cfg.out_dir)
     records.reserve(out_dir, resume=False, resumes=False)
-    torch.set_num_threads(config.threads(cfg))
+    torch.set_num_threads(cfg.num_threads or 1)
 
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    target = cfg.model.load()
     proposer, verifier = plan.build(target)
-    shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    engine = Engine(target, proposer, verifier, **shape)
-    for _, request, _ in arrivals.make_requests(target, chosen, coming, params, cfg["seed"]):
+    engine = Engine(target, proposer, verifier, **cfg.engine)
+    for _, request, _ in arrivals.make_requests(target, chosen, coming, params, cfg.seed):
         engine.check(request)
     longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
-    engine.policy = plan.policy.build(target, proposer, cfg["max_batch_size"])
-    identity = records.run_identity(target, chosen, params, cfg, scheme) | {
+    engine.policy = plan.policy.build(target, proposer, cfg.max_batch_size)
+    identity = records.run_identity(target, chosen, params, cfg.seed, scheme) | {
         "method": name,
         "speculative_config": plan.config.as_dict(),
-        **{key: cfg[key] for key in ("arrivals", "trace", "num_requests")},
-        "request_rate": str(cfg["request_rate"]),
-        **shape,
+        **{key: getattr(cfg, key) for key in ("arrivals", "trace", "num_requests")},
+        "request_rate": str(cfg.request_rate),
+        **cfg.engine,
     }
     records.claim(out_dir, False, identity, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
@@ -81,7 +72,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     task_of: dict[str, tasks.Task] = {}
 
     def timed() -> Any:
-        for arrival_s, request, task in arrivals.make_requests(target, chosen, coming, params, cfg["seed"]):
+        for arrival_s, request, task in arrivals.make_requests(target, chosen, coming, params, cfg.seed):
             task_of[request.id] = task
             yield arrival_s, request
 
@@ -111,10 +102,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     if not served:
         print("interrupted before any request had finished", file=sys.stderr)
         sys.exit(exit_code)
-    changing = cfg["arrivals"] == "poisson" and isinstance(cfg["request_rate"], list)
-    rates = arrivals.parse_request_rate(cfg["request_rate"]) if changing else []
+    changing = cfg.arrivals == "poisson" and isinstance(cfg.request_rate, list)
+    rates = arrivals.parse_request_rate(cfg.request_rate) if changing else []
     edges = list(accumulate(seconds for seconds, _ in rates))
-    phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg["num_requests"])
+    phases = stats.by_phase(served, rates, cut=interrupted or len(coming) == cfg.num_requests)
     busy = sum(turn["wall_s"] for turn in records.rows_in(out_dir / "steps.jsonl"))
     overall = stats.serving_metrics(served)
     summary = identity | {
@@ -130,7 +121,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "phases": phases,
     }
     records.write_json(out_dir / "summary.json", summary)
-    said = cfg["trace"] if cfg["arrivals"] == "trace" else f"{cfg['request_rate']} requests/s"
+    said = cfg.trace if cfg.arrivals == "trace" else f"{cfg.request_rate} requests/s"
     title = f"{name} (K={proposer.num_speculative_tokens}, {scheme}) on {target.name}, {identity['dtype']}: {said}"
     plot = serving_report.plot_load(served, records.rows_in(out_dir / "steps.jsonl"), edges, title, out_dir / "load.png")
     console.show(*serving_report.load_tables(summary, title), f"the engine was busy {summary['busy_share']:.0%} of the time")
@@ -139,9 +130,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
         console.show(f"lossless: NO, {verifier.name} does not preserve the target's distribution")
-    if cfg["logger"]["name"] == "wandb":
+    if cfg.logger.name == "wandb":
         logged = list(records.rows_in(out_dir / "requests.jsonl"))
-        where = logger.to_wandb(cfg["logger"], cfg, logged, summary | {"categories": phases}, [plot])
+        where = logger.to_wandb(config.plain(cfg), logged, summary | {"categories": phases}, [plot])
         console.show(f"wandb: {where}")
     console.show(f"written to {out_dir}")
     if interrupted:

@@ -13,52 +13,45 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import ProfileCost
 
-def run(cfg: dict[str, Any]) -> None:
+
+def run(cfg: ProfileCost) -> None:
     import torch
 
     from specdec import config
     from specdec.measure import records
     from specdec.measure.report import console
     from specdec.measure.report import cost as cost_report
-    from specdec.model.target import CausalLM
-    from specdec.params import SamplingParams
     from specdec.policy import cost_table, profiling
-    from specdec.speculative_config import SpeculativeConfig
 
-    if cfg["checkpoint"] is not None:
-        config.apply_checkpoint(cfg)
-    for key in ("max_batch_size", "context", "repeats", "max_draft"):
-        if cfg[key] is not None and cfg[key] < 1:
-            raise ValueError(f"{key}={cfg[key]}: at least 1 is needed")
-    plan = SpeculativeConfig.parse(config.speculative(cfg)).resolve()
+    plan, params = cfg.plan(), cfg.sampling
+    name = plan.method
     plan.check_processes(1)
-    name, params = plan.method, SamplingParams(**cfg["sampling"])
-    model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    if cfg["resume"]:
-        raise ValueError("resume=true: a profile takes a minute, and is not resumed; give another out_dir=")
+    out_dir = Path(cfg.out_dir)
     records.reserve(out_dir, resume=False, resumes=False)
-    before = None if cfg["acceptance"] is None else read_run(Path(cfg["acceptance"]), name)
-    torch.set_num_threads(config.threads(cfg))
+    before = None if cfg.acceptance is None else read_run(Path(cfg.acceptance), name)
+    torch.set_num_threads(cfg.num_threads or 1)
 
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+    target = cfg.model.load()
     proposer, _ = plan.build(target)
     most = proposer.num_speculative_tokens
     dtype = str(target.dtype).removeprefix("torch.")
     for key, value in (("target", target.name), ("dtype", dtype)):
         if before is not None and before["summary"].get(key) != value:
-            raise ValueError(f"acceptance={cfg['acceptance']}: a run of {key}={before['summary'].get(key)!r}, not {value!r}")
+            raise ValueError(f"acceptance={cfg.acceptance}: a run of {key}={before['summary'].get(key)!r}, not {value!r}")
     acceptance = None if before is None else survival_of(before, target.max_model_len)
     if acceptance is not None and not acceptance[-1]:
-        raise ValueError(f"acceptance={cfg['acceptance']}: no step of it had a whole draft; decode more tokens")
-    sizes, longest = profiling.sizes_up_to(cfg["max_batch_size"]), max(most, cfg["max_draft"] or 0)
-    total = len(sizes) * (cfg["repeats"] + 1) * len(profiling.lengths_up_to(longest))
+        raise ValueError(f"acceptance={cfg.acceptance}: no step of it had a whole draft; decode more tokens")
+    sizes, longest = profiling.sizes_up_to(cfg.max_batch_size), max(most, cfg.max_draft or 0)
+    total = len(sizes) * (cfg.repeats + 1) * len(profiling.lengths_up_to(longest))
     with console.one_bar("steps", total) as advance:
-        table = profiling.measure(target, proposer, sizes, longest, cfg["context"], cfg["repeats"], params, advance)
+        table = profiling.measure(target, proposer, sizes, longest, cfg.context, cfg.repeats, params, advance)
     table = replace(table, about={**table.about, "method": name, "environment": records.environment()})
 
     parts, proposal = list[Any](cost_report.cost_tables(table)), ""
@@ -66,7 +59,7 @@ def run(cfg: dict[str, Any]) -> None:
         stood_K, reach_K, count = acceptance
         if len(stood_K) < most:
             parts.append(
-                f"note: the drafts of {cfg['acceptance']} had K={len(stood_K)}, and nothing is known beyond it, so at most "
+                f"note: the drafts of {cfg.acceptance} had K={len(stood_K)}, and nothing is known beyond it, so at most "
                 f"that is proposed; decode with method.num_speculative_tokens={most} to know more"
             )
         schedule = cost_table.best_schedule(table, stood_K, most, reach_K)
@@ -75,7 +68,7 @@ def run(cfg: dict[str, Any]) -> None:
         parts.append(cost_report.schedule_table(table, cost_table.tokens_per_s(table, stood_K, most, reach_K)))
         parts.append(f"P(i draft tokens stand), of {count} steps: {' '.join(f'{p:.2f}' for p in stood_K)}")
         proposal = f"num_speculative_tokens_per_batch_size={json.dumps(schedule, separators=(',', ':'))}\n"
-    records.claim(out_dir, False, {"profile": cfg["name"]}, resumes=False)
+    records.claim(out_dir, False, {"profile": cfg.name}, resumes=False)
     config.save(cfg, out_dir / "config.yaml")
     table.save(out_dir / "cost.json")
     cost_report.plot_cost(table, f"{name} on {target.name}, {dtype}, context {table.about['context']}", out_dir / "cost.png")

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Eval
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Eval) -> dict[str, Any]:
     import torch
 
     from specdec import config, method, rejection
@@ -31,50 +34,43 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.model import distributed
-    from specdec.model.target import CausalLM, choose_device
-    from specdec.params import SamplingParams
+    from specdec.model.target import choose_device
     from specdec.policy import profiling
-    from specdec.speculative_config import SpeculativeConfig
 
     # everything that a typo can break comes before the weights
-    if cfg["checkpoint"] is not None:
-        config.apply_checkpoint(cfg)
-    params = SamplingParams(**cfg["sampling"])
-    plan = SpeculativeConfig.parse(config.speculative(cfg)).resolve()
+    params, plan = cfg.sampling, cfg.plan()
     name, scheme = plan.method, plan.scheme
-    size, started = cfg["tensor_parallel_size"], distributed.num_started()
+    size, started = cfg.tensor_parallel_size, distributed.num_started()
     plan.check_processes(size)
-    chosen = tasks.load(cfg["task"]["path"] or tasks.DEMO, cfg["limit"])
-    model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    logger.check_logger(cfg["logger"])
-    records.reserve(out_dir, cfg["resume"])
-    torch.set_num_threads(config.threads(cfg))
+    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
+    out_dir = Path(cfg.out_dir)
+    records.reserve(out_dir, cfg.resume)
+    torch.set_num_threads(cfg.num_threads or 1)
 
     if size == 1 < started:
         raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
-    processes = distributed.join(size, choose_device(model["device"]))
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"], processes)
+    processes = distributed.join(size, choose_device(cfg.model.device))
+    target = cfg.model.load(processes=processes)
     proposer, verifier = plan.build(target)
-    shape = {key: cfg[key] for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
-    identity = records.run_identity(target, chosen, params, cfg, scheme) | {
+    identity = records.run_identity(target, chosen, params, cfg.seed, scheme) | {
         "method": name,
         "speculative_config": plan.config.as_dict(),
         "drafter_weights": records.drafter_weights(plan),
         "tensor_parallel_size": size,
-        **shape,
+        **cfg.engine,
     }
     passes = [(out_dir / "requests.jsonl", proposer, verifier)]
-    if cfg["baseline"] and name != method.PLAIN:
+    if cfg.baseline and name != method.PLAIN:
         passes.insert(0, (out_dir / "baseline.jsonl", method.build(method.PLAIN, target), rejection.build("standard")))
     cache = target.new_cache()
-    engines = [Engine(target, own, judge, cache=cache, **shape) for _, own, judge in passes]
-    engines[-1].policy = plan.policy.build(target, proposer, cfg["max_batch_size"])
+    engines = [Engine(target, own, judge, cache=cache, **cfg.engine) for _, own, judge in passes]
+    engines[-1].policy = plan.policy.build(target, proposer, cfg.max_batch_size)
     for engine in engines:
         tasks.prepare(engine, chosen, params)
     names = [method.PLAIN, name][-len(passes) :]
     recorded: list[records.JsonlFile] = []
     if processes.is_main:  # of several processes with the same answers, one writes
-        records.claim(out_dir, cfg["resume"], identity)
+        records.claim(out_dir, cfg.resume, identity)
         config.save(cfg, out_dir / "config.yaml")
         recorded = [records.JsonlFile(path) for path, _, _ in passes]
         for rows in recorded:
@@ -91,9 +87,9 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
     ]
     done = {label: len(before) for label, before in zip(names, answered, strict=True)}
     with console.progress(sum(len(task.turns) for task in chosen), processes.is_main, **done) as advance:
-        for group in tasks.groups(chosen, cfg["max_batch_size"]):
+        for group in tasks.groups(chosen, cfg.max_batch_size):
             for place, (label, before, engine) in enumerate(zip(names, answered, engines, strict=True)):
-                for task, turn, request in tasks.decode(engine, group, params, cfg["seed"], before):
+                for task, turn, request in tasks.decode(engine, group, params, cfg.seed, before):
                     if processes.is_main:
                         recorded[place].add(records.request_record(task, turn, request, target.tokenizer, common[place]))
                     advance(label)
@@ -101,7 +97,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         rows.close()
 
     lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in recorded[-1].rows] if recorded else []
-    active_rows = min(cfg["max_batch_size"], len(chosen))
+    active_rows = min(cfg.max_batch_size, len(chosen))
     context = processes.broadcast_object(int(sum(lengths) / len(lengths)) if lengths else None)
     verify_s = profiling.verify_seconds(target, active_rows, proposer.num_speculative_tokens + 1, context)
     if not processes.is_main:
@@ -117,7 +113,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         "lossless_verdict": said,
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, proposer.num_speculative_tokens + 2)},
         "plain_step_s": verify_s(1),
-        "resumed": cfg["resume"],
+        "resumed": cfg.resume,
         "environment": records.environment(),
         **run_report.summarize(method_rows.stats, plain_rows.stats if len(passes) > 1 else {}, category_of, verify_s),
     }
@@ -128,7 +124,7 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     records.write_json(out_dir / "summary.json", summary)
     num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
-    title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg['task']['name']}"
+    title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
     more = [line] if (line := run_report.speedup_line(summary["overall"])) else []
     console.show(*run_report.tables(summary, title), *more, f"lossless: {said}")
@@ -146,10 +142,10 @@ def run(cfg: dict[str, Any]) -> dict[str, Any]:
             f"vocabulary: {told['share_of_emitted']:.2%} of the {told['num_emitted']} tokens that were emitted can be drafted, "
             f"{told['share_of_vocabulary']:.1%} of the vocabulary"
         )
-    if cfg["resume"]:
+    if cfg.resume:
         console.show("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
-    if cfg["logger"]["name"] == "wandb":
-        console.show(f"wandb: {logger.to_wandb(cfg['logger'], cfg, method_rows.rows, summary, [plot])}")
+    if cfg.logger.name == "wandb":
+        console.show(f"wandb: {logger.to_wandb(config.plain(cfg), method_rows.rows, summary, [plot])}")
     console.show(f"written to {out_dir}")
     return summary
 

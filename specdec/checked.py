@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 
 def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None) -> str:
@@ -58,11 +59,12 @@ class Checked(BaseModel):
     """A record whose mistakes are one line: the key, the value, the limit, and for an unknown key the nearest one.
 
     Types are strict: true is not 1, nor "5" 5, nor 5.0 5. An int where a float is wanted, and numpy's numbers, are what they
-    are.
+    are. A field whose type has a description, such as Annotated[int, Field(ge=1, description="a number of at least 1")], is
+    described in its error line.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    what: ClassVar[str] = "key"  # what a field is called in messages
+    what: ClassVar[str] = "key"  # what a field is called in messages; of a group of a config file, "NAME key"
     aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
 
     def __init__(self, **values: Any) -> None:
@@ -81,16 +83,51 @@ class Checked(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ValueError(first_mistake(error, f"{self.what} ")) from None
+            raise ValueError(first_mistake(error, self.prefix(), type(self), values)) from None
+
+    @classmethod
+    def prefix(cls) -> str:
+        """What stands before a key in messages: `train.` of the group train."""
+        group = cls.what.removesuffix("key").rstrip()
+        return "" if cls.what == "key" else f"{group}." if group != cls.what else f"{cls.what} "
 
 
-def first_mistake(error: ValidationError, what: str = "") -> str:
-    """pydantic's report as one line: the first key that is wrong, its value, and the limit. what: stands before the key."""
+def first_mistake(
+    error: ValidationError, prefix: str = "", record: type[BaseModel] | None = None, values: dict[str, Any] | None = None
+) -> str:
+    """pydantic's report as one line: the first key that is wrong, its value, and the limit.
+
+    prefix: stands before the key
+    record, values: the class of the record and what it was given, for the descriptions of its fields
+    """
     first = error.errors(include_url=False)[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
+    limit = "not empty" if first["type"] == "string_pattern_mismatch" else first["msg"].removeprefix("Input should be ")
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "missing" and record is not None:
+        return f"{prefix}{name} is missing; give {prefix}{name}=..."
+    if record is not None and values is not None and (wanted := _description(record.model_fields[name])):
+        value = values[name]
+        wanted = wanted.format(key=f"{prefix}{name}", value=value if isinstance(value, int | float) else "NAME")
+        return f"{prefix}{name}={short_repr(value)} must be {wanted} ({limit})"
     # a field of several types has the failing type behind its name
     types = ("int", "str", "float", "bool", "none")
     parts = [part for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part))]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-    return f"{what}{key}={short_repr(first['input'])}: {first['msg'].lower()}"
+    if first["type"] in ("model_type", "dict_type"):
+        return f"{prefix}{key}={short_repr(first['input'])} must be a mapping, such as {prefix}{key}={{name: ...}}"
+    return f"{prefix}{key}={short_repr(first['input'])}: {first['msg'].lower()}"
+
+
+def _description(field: FieldInfo) -> str | None:
+    """What the value of a field must be, in words, if its type says so."""
+    if field.description is not None:
+        return field.description
+    options = get_args(field.annotation)
+    for option in options:
+        for metadata in getattr(option, "__metadata__", ()):
+            if isinstance(metadata, FieldInfo) and metadata.description is not None:
+                kind, semicolon, hint = metadata.description.partition(";")
+                return f"{kind}{', or null' if type(None) in options else ''}{semicolon}{hint}"
+    return None

@@ -43,6 +43,8 @@ class SamplingParams(Checked):
     @model_validator(mode="before")
     @classmethod
     def _aliases(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
         values = dict(values)
         for ours, theirs in (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens")):
             if theirs in values:

@@ -13,15 +13,18 @@ config.yaml, summary.json and train.png.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Train
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    return recipe.run(cfg, ("draft_model",))
+    recipe.run(cfg, ("draft_model",))
 
 
 if __name__ == "__main__":

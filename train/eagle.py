@@ -13,15 +13,18 @@ end a run after its step, with a checkpoint and exit code 130 or 143; resume=tru
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Train
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    return recipe.run(cfg, ("eagle3", "eagle", "peagle"))
+    recipe.run(cfg, ("eagle3", "eagle", "peagle"))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Extract
 
-def run(cfg: dict[str, Any]) -> None:
+
+def run(cfg: Extract) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
     import torch
 
@@ -25,23 +28,18 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.measure import records
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
-    from specdec.model.target import CausalLM
     from specdec.training import data, features
     from specdec.training.samples import fingerprint
 
-    model, out_dir = cfg["model"], Path(cfg["out_dir"])
-    if cfg["shard_mb"] < 0:
-        raise ValueError(f"shard_mb={cfg['shard_mb']}: give the size of a file, or 0 for a file per sample")
-    if cfg["layout"] not in ("shards", "vllm"):
-        raise ValueError(f"layout={cfg['layout']!r}: use shards or vllm")
-    if not cfg["dry_run"]:
-        records.reserve(out_dir, cfg["resume"])
-    torch.set_num_threads(cfg["num_threads"] or 1)
-    target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", model["device"], model["revision"])
-    loaded = data.load_group(cfg["data"], target)
+    out_dir = Path(cfg.out_dir)
+    if not cfg.dry_run:
+        records.reserve(out_dir, cfg.resume)
+    torch.set_num_threads(cfg.num_threads or 1)
+    target = cfg.model.load("bfloat16")
+    loaded = data.load_group(config.plain(cfg.data), target)
     for note in loaded.notes:
         console.show(f"note: {note}")
-    layers = cfg["layer_ids"] if cfg["layer_ids"] is not None else Architecture().layers(target.num_layers)
+    layers = cfg.layer_ids if cfg.layer_ids is not None else Architecture().layers(target.num_layers)
     source = features.OnlineFeatures(target, layers)
     tokens = sum(len(sample.token_n) for sample in loaded.samples)
     need = features.num_bytes(target, source.layers, loaded.samples)
@@ -49,16 +47,14 @@ def run(cfg: dict[str, Any]) -> None:
         f"{len(loaded.samples)} samples, {tokens} tokens, layers {list(source.layers)}: {need / 2**30:.2f} GiB "
         f"({need // max(tokens, 1)} bytes per token)"
     )
-    if cfg["dry_run"]:
+    if cfg.dry_run:
         return
-    identity = features.identity(target, source.layers, model["revision"])
+    identity = features.identity(target, source.layers, cfg.model.revision)
     own = {"data": fingerprint(loaded.samples), "layer_ids": list(source.layers)}
     own["target_weights"] = hub.weights_digest(target.path)
-    records.claim(out_dir, cfg["resume"], own)
+    records.claim(out_dir, cfg.resume, own)
     config.save(cfg, out_dir / "config.yaml")
-    writer = features.Writer(
-        out_dir, identity, 0 if cfg["layout"] == "vllm" else cfg["shard_mb"] << 20, cfg["layout"] == "vllm"
-    )
+    writer = features.Writer(out_dir, identity, 0 if cfg.layout == "vllm" else cfg.shard_mb << 20, cfg.layout == "vllm")
     with console.progress(len(loaded.samples), samples=0) as advance:
         made = features.extract(source, loaded.samples, writer, lambda: advance("samples"))
     console.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")

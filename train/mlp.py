@@ -9,15 +9,18 @@ The first stage learns from any text, the second from what the target wrote. Wri
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Train
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    return recipe.run(cfg, ("mlp",))
+    recipe.run(cfg, ("mlp",))
 
 
 if __name__ == "__main__":

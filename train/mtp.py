@@ -10,15 +10,18 @@ Writes what train/eagle.py writes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Train
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    return recipe.run(cfg, ("mtp",))
+    recipe.run(cfg, ("mtp",))
 
 
 if __name__ == "__main__":

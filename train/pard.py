@@ -11,15 +11,18 @@ writes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
+if TYPE_CHECKING:
+    from specdec.config.pages import Train
 
-def run(cfg: dict[str, Any]) -> dict[str, Any]:
+
+def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    return recipe.run(cfg, ("pard",))
+    recipe.run(cfg, ("pard",))
 
 
 if __name__ == "__main__":

@@ -19,52 +19,47 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import lock, script
+
+if TYPE_CHECKING:
+    from specdec.config.pages import Prepare
 
 OPENINGS = Path(__file__).resolve().parents[1] / "specdec" / "assets" / "openings.jsonl"
 
 
-def run(cfg: dict[str, Any]) -> None:
+def run(cfg: Prepare) -> None:
     import torch
 
     from specdec import __version__, config, hub, method, rejection
     from specdec.engine import Engine
     from specdec.measure import tasks
     from specdec.measure.report import console
-    from specdec.model.target import CausalLM
     from specdec.params import SamplingParams
 
-    out, model, answers = Path(cfg["out"]), cfg["model"], cfg["answers"]
+    out, answers = Path(cfg.out), cfg.answers
     # everything that a typo can break comes before the weights
     real = out.resolve()  # the file that a link leads to is one, by whatever name
     lock.acquire(real.with_name(f".{real.name}.lock"), f"out={out}")
-    if out.exists() and not cfg["resume"]:
+    if out.exists() and not cfg.resume:
         raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
-    for key, value in (("limit", cfg["limit"]), ("synthesize.count", cfg["synthesize"]["count"])):
-        if value is not None and value < 1:
-            raise ValueError(f"{key}={value}: at least 1 is needed")
-    if not answers["temperatures"]:
-        raise ValueError("answers.temperatures=[] is empty; give at least one, such as [0.0]")
     sampling = [
-        SamplingParams(
-            temperature=temperature, max_tokens=answers["max_tokens"], top_p=answers["top_p"], top_k=answers["top_k"]
-        )
-        for temperature in answers["temperatures"]
+        SamplingParams(temperature=temperature, max_tokens=answers.max_tokens, top_p=answers.top_p, top_k=answers.top_k)
+        for temperature in answers.temperatures
     ]
     openings = []
-    if not cfg["prompts"]:
+    if not cfg.prompts:
         invented(cfg)
-        openings = openings_of(Path(cfg["synthesize"]["openings"] or OPENINGS))
-    torch.set_num_threads(cfg["num_threads"] or 1)
-    target = CausalLM(config.model_name(model), model["dtype"], model["device"], model["revision"])
+        openings = openings_of(Path(cfg.synthesize.openings or OPENINGS))
+    torch.set_num_threads(cfg.num_threads or 1)
+    target = cfg.model.load()
     engine = Engine(
-        target, method.build(method.PLAIN, target), rejection.build("standard"), cfg["max_batch_size"],
-        min(cfg["max_model_len"], target.max_model_len),
+        target, method.build(method.PLAIN, target), rejection.build("standard"), cfg.max_batch_size,
+        min(cfg.max_model_len, target.max_model_len),
     )  # fmt: skip
-    prompts = Path(cfg["prompts"]) if cfg["prompts"] else synthesize(cfg, engine, out, openings)
-    chosen = [task for task in conversations(prompts, cfg["limit"], target.tokenizer) if fits(engine, task)]
+    prompts = Path(cfg.prompts) if cfg.prompts else synthesize(cfg, engine, out, openings)
+    chosen = [task for task in conversations(prompts, cfg.limit, target.tokenizer) if fits(engine, task)]
     if not chosen:
         raise ValueError(f"prompts={prompts}: no prompt leaves room for an answer within max_model_len={engine.max_model_len}")
 
@@ -73,14 +68,14 @@ def run(cfg: dict[str, Any]) -> None:
         "target": target.name,
         "target_weights": hub.weights_digest(target.path),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "revision": model["revision"],
+        "revision": cfg.model.revision,
         "chat_template_sha256": hashlib.sha256(template_text(target.tokenizer.chat_template).encode()).hexdigest(),
         "prompts": {"file": prompts.name, "fingerprint": tasks.fingerprint(chosen), "count": len(chosen)},
-        "synthesize": None if cfg["prompts"] else cfg["synthesize"],
-        "answers": answers,
-        "seed": cfg["seed"],
+        "synthesize": None if cfg.prompts else config.plain(cfg.synthesize),
+        "answers": config.plain(answers),
+        "seed": cfg.seed,
     }
-    rows = begin(out, header, cfg["resume"])
+    rows = begin(out, header, cfg.resume)
     script.has_results(out, resumes=True)
     done = {row["id"] for row in rows.rows[1:]}
 
@@ -88,7 +83,7 @@ def run(cfg: dict[str, Any]) -> None:
         for place, params in enumerate(sampling):
             mine = [task for i, task in enumerate(chosen) if i % len(sampling) == place and task.id not in done]
             said: dict[str, list[Any]] = {}
-            for task, turn, request in tasks.decode(engine, mine, params, cfg["seed"]):
+            for task, turn, request in tasks.decode(engine, mine, params, cfg.seed):
                 said.setdefault(task.id, []).append(request)
                 if turn == len(task.turns):
                     rows.add(request_record(task, said.pop(task.id), target.tokenizer))
@@ -207,12 +202,11 @@ def conversations(path: Path, limit: int | None, tokenizer: Any) -> list[Any]:
     return chosen[:limit]
 
 
-def invented(cfg: dict[str, Any], **more: Any) -> Any:
+def invented(cfg: Prepare, **more: Any) -> Any:
     """How user turns are sampled that the target makes up."""
     from specdec.params import SamplingParams
 
-    given = cfg["synthesize"]
-    return SamplingParams(**{key: given[key] for key in ("temperature", "top_p", "top_k", "max_tokens")}, **more)
+    return SamplingParams(**cfg.synthesize.model_dump(include={"temperature", "top_p", "top_k", "max_tokens"}), **more)
 
 
 MAX_WEIGHT = 1_000_000
@@ -245,7 +239,7 @@ def openings_of(path: Path) -> list[dict[str, Any]]:
     return openings
 
 
-def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[str, Any]]) -> Path:
+def synthesize(cfg: Prepare, engine: Any, out: Path, openings: list[dict[str, Any]]) -> Path:
     """Let the target write user turns: it continues the text that its template puts before one, and stops where a turn ends."""
     from specdec import hub
     from specdec.chat.template import user_frame
@@ -253,37 +247,37 @@ def synthesize(cfg: dict[str, Any], engine: Any, out: Path, openings: list[dict[
     from specdec.measure.report import console
     from specdec.prompts import derived_seed
 
-    given, tokenizer = cfg["synthesize"], engine.target.tokenizer
+    given, tokenizer = cfg.synthesize, engine.target.tokenizer
     path = out.with_name(f"{out.name}.prompts.jsonl")
     shares = list(itertools.accumulate(opening["weight"] for opening in openings))
     prefix, closing = user_frame(tokenizer)
     params = invented(cfg, stop_token_ids=closing)
     how = {"target": engine.target.name, "target_weights": hub.weights_digest(engine.target.path)}
-    how |= {"synthesize": {**given, "count": None}, "seed": cfg["seed"]}
-    rows = begin(path, how, cfg["resume"])
+    how |= {"synthesize": {**given.model_dump(), "count": None}, "seed": cfg.seed}
+    rows = begin(path, how, cfg.resume)
     script.has_results(path, resumes=True)
     seen = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
     number = len(rows.rows) - 1
-    with console.progress(given["count"], prompts=len(seen)) as advance:
-        while len(seen) < given["count"]:
-            if number > 20 * given["count"]:
+    with console.progress(given.count, prompts=len(seen)) as advance:
+        while len(seen) < given.count:
+            if number > 20 * given.count:
                 raise ValueError(
                     f"{len(seen)} usable user turns among {number}; {engine.target.name} does not make them up well"
                 )
-            size = 4 * cfg["max_batch_size"]
+            size = 4 * cfg.max_batch_size
             requests = []
             for i in range(number, number + size):
                 # a low-discrepancy walk, so that any stretch of numbers has the openings in their shares
                 opening = openings[bisect.bisect_right(shares, int(i * 0.6180339887498949 % 1 * shares[-1]))]
                 ids = tokenizer(prefix + opening["text"], add_special_tokens=False)["input_ids"]
-                requests.append(Request(str(i), ids, params, derived_seed(cfg["seed"], i), json.dumps(opening)))
+                requests.append(Request(str(i), ids, params, derived_seed(cfg.seed, i), json.dumps(opening)))
             for request in sorted(engine.run(requests), key=lambda request: int(request.id)):
                 opening = json.loads(request.category)
                 answer = tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
                 text = (opening["text"] + answer).strip()
                 good = request.finish_reason == "stop" and len(text.split()) >= 4 and text not in seen
                 good = good and text.endswith(opening.get("ends", "")) and "\ufffd" not in text
-                good = good and len(seen) < given["count"]
+                good = good and len(seen) < given.count
                 # a turn that is not used leaves a row too, so that resuming knows which numbers are through
                 rows.add({"id": f"{opening['category']}-{request.id}", "category": opening["category"], "turns": [text] * good})
                 if good:

@@ -19,39 +19,37 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import lock, script
 
-FORMATS = ("vllm", "sglang", "speculators", "native")
+if TYPE_CHECKING:
+    from specdec.config.pages import Share
+
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SHOWN = ("mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position", "speedup")
 
 
-def run(cfg: dict[str, Any]) -> None:
-    if cfg["lint"] is not None:
+def run(cfg: Share) -> None:
+    if cfg.lint is not None:
         for key in ("checkpoint", "out", "push", "eval"):
-            if cfg[key] is not None:
-                raise ValueError(f"lint={cfg['lint']} writes nothing; leave {key}= out")
+            if getattr(cfg, key) is not None:
+                raise ValueError(f"lint={cfg.lint} writes nothing; leave {key}= out")
         from specdec.checkpoint import native
 
-        if not linted(native.find(cfg["lint"], cfg["revision"]), cfg["target"]):
+        if not linted(native.find(cfg.lint, cfg.revision), cfg.target):
             sys.exit(1)
         return
     for key in ("checkpoint", "out"):
-        if cfg[key] is None:
+        if getattr(cfg, key) is None:
             raise ValueError(f"{key} is missing; give {key}=DIR, or lint=DIR to look at a directory alone")
-    if cfg["format"] not in FORMATS:
-        raise ValueError(f"format={cfg['format']!r}: use one of {', '.join(FORMATS)}")
-    if cfg["push"] is not None and not HUB_ID.fullmatch(cfg["push"]):
-        raise ValueError(f"push={cfg['push']!r} is no repository of the hub; give org/name")
-    if cfg["num_speculative_tokens"] is not None and cfg["num_speculative_tokens"] < 1:
-        raise ValueError(f"num_speculative_tokens={cfg['num_speculative_tokens']}: at least 1 is needed")
-    out = Path(cfg["out"])
+    if cfg.push is not None and not HUB_ID.fullmatch(cfg.push):
+        raise ValueError(f"push={cfg.push!r} is no repository of the hub; give org/name")
+    out = Path(cfg.out)
     lock.acquire(out.with_name(f".{out.name}.lock"), f"out={out}")
     if out.exists() or out.is_symlink():
         raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
-    measured = evaluated(Path(cfg["eval"])) if cfg["eval"] is not None else None
+    measured = evaluated(Path(cfg.eval)) if cfg.eval is not None else None
 
     from specdec import checkpoint, method
     from specdec.checkpoint import causal_lm, native
@@ -59,13 +57,13 @@ def run(cfg: dict[str, Any]) -> None:
     from specdec.measure.report import console
     from specdec.model.target import CausalLM, choose_dtype
 
-    source = native.find(cfg["checkpoint"], cfg["revision"]).resolve()
+    source = native.find(cfg.checkpoint, cfg.revision).resolve()
     kind = method.of_checkpoint(source)
     lm = kind in causal_lm.WRITES
     if measured is not None:
-        must_be_of(measured, source, kind, cfg["eval"])
+        must_be_of(measured, source, kind, cfg.eval)
     made = causal_lm.load(source, None, kind) if lm else checkpoint.load(source)
-    target, given = None, cfg["target"] or (made.target.get("name") if holds_parts(made, cfg["format"]) else None)
+    target, given = None, cfg.target or (made.target.get("name") if holds_parts(made, cfg.format) else None)
     if given is not None:
         target = CausalLM(given, "float32", "cpu")
         if not lm:
@@ -73,20 +71,20 @@ def run(cfg: dict[str, Any]) -> None:
         made.target = native.facts(target) | {"name": made.target.get("name", target.name)}
     if made.copies and target is None:
         raise ValueError(f"{source} holds {min(made.copies)}, which must be the target's; give target= to compare them")
-    if cfg["dtype"] is not None:
+    if cfg.dtype is not None:
         import torch
 
-        dtype = choose_dtype(cfg["dtype"], torch.device("cpu"))
+        dtype = choose_dtype(cfg.dtype, torch.device("cpu"))
         cast = {key: x.to(dtype) if x.is_floating_point() else x for key, x in (made.tensors or {}).items()}
         made = replace(made, tensors=cast)
     measured = measured or trained(source)
     note = None
     if measured and (name := measured.get("target")) and made.target.get("name") not in (None, name):
-        if cfg["eval"] is not None or not lm:
-            what = f"eval={cfg['eval']}" if cfg["eval"] is not None else "its training run"
+        if cfg.eval is not None or not lm:
+            what = f"eval={cfg.eval}" if cfg.eval is not None else "its training run"
             raise ValueError(f"{what} measured on {name}, and the drafter is for {made.target['name']}; give its own run")
         measured, note = None, f"Its training run measured on {name}, which says nothing about {made.target['name']}."
-    before = provenance_of(source, cfg["checkpoint"])
+    before = provenance_of(source, cfg.checkpoint)
     if lm and "name" not in made.target and (name := (before.get("identity") or {}).get("target")):
         made.target["name"] = name  # a model that stands on its own does not say whom it drafts for
     told = public(before)
@@ -97,23 +95,23 @@ def run(cfg: dict[str, Any]) -> None:
     temporary.mkdir()
     try:
         with writing(out):
-            if cfg["format"] == "native" and lm:
+            if cfg.format == "native" and lm:
                 causal_lm.save(temporary, made, source, told, "")
-            elif cfg["format"] == "native":
+            elif cfg.format == "native":
                 native.save(temporary, made, told, "")
             else:
-                checkpoint.write(made, temporary, cfg["format"], target, cfg["serve_target"], count)
+                checkpoint.write(made, temporary, cfg.format, target, cfg.serve_target, count)
                 (temporary / "provenance.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
-                if not linted(temporary, given, engine_of(cfg["format"], made.method), str(out)):
-                    raise ValueError(f"{cfg['format']} would not load this drafter, for the reasons above; nothing was written")
+                if not linted(temporary, given, engine_of(cfg.format, made.method), str(out)):
+                    raise ValueError(f"{cfg.format} would not load this drafter, for the reasons above; nothing was written")
             (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary, count, note))
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     console.show(f"written to {out}; serve it with:")
-    print(serve(made, cfg, count, cfg["push"] or str(cfg["out"]), here=True))  # not wrapped, so that it can be copied
-    if cfg["push"] is not None:
-        console.show(f"uploaded: {push(out, cfg['push'], cfg['private'])}")
+    print(serve(made, cfg, count, cfg.push or str(cfg.out), here=True))  # not wrapped, so that it can be copied
+    if cfg.push is not None:
+        console.show(f"uploaded: {push(out, cfg.push, cfg.private)}")
 
 
 def holds_parts(made: Any, format: str) -> bool:
@@ -252,20 +250,20 @@ def public(value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- model card
 
 
-def target_name(made: Any, cfg: dict[str, Any]) -> str:
+def target_name(made: Any, cfg: Share) -> str:
     """What people call the target."""
     from specdec.checkpoint import hf_common
 
-    return cfg["serve_target"] or hf_common.public_name(made) or "TARGET"
+    return cfg.serve_target or hf_common.public_name(made) or "TARGET"
 
 
-def served(made: Any, cfg: dict[str, Any], here: bool) -> str:
+def served(made: Any, cfg: Share, here: bool) -> str:
     """The target in a serve command: a hub id or a directory, since engines know nothing of our embedded names. here: as this
     machine has it; else, for a card, TARGET stands for what is no hub id."""
     from specdec import hub
 
     name = made.target.get("name") or ""
-    if cfg["format"] == "native" or cfg["serve_target"] is not None:
+    if cfg.format == "native" or cfg.serve_target is not None:
         return target_name(made, cfg)
     directory = Path(name).expanduser() if name else None
     if directory is not None and not directory.is_dir():
@@ -276,7 +274,7 @@ def served(made: Any, cfg: dict[str, Any], here: bool) -> str:
     return str(directory) if here and directory is not None else "TARGET"
 
 
-def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any], before: dict[str, Any], source: Path) -> int:
+def drafted(made: Any, cfg: Share, measured: dict[str, Any], before: dict[str, Any], source: Path) -> int:
     """How many tokens to draft, the same in every format: as given, as measured, as in training, as an imported drafter says,
     or as is usual. Raises ValueError for more than the drafter can."""
     from specdec.checkpoint import hf_common, speculators
@@ -286,7 +284,7 @@ def drafted(made: Any, cfg: dict[str, Any], measured: dict[str, Any], before: di
     most = hf_common.integer(made.config, key, made.name) if made.config.get(key) is not None else None
     if key == "num_modules" and most == 1:  # used again for every token
         most = None
-    given = cfg["num_speculative_tokens"]
+    given = cfg.num_speculative_tokens
     if given is not None and most is not None and given > most:
         raise ValueError(f"num_speculative_tokens={given} is over the {most} of this drafter ({key}); lower it")
     in_training = ((before.get("identity") or {}).get("eval") or {}).get("num_speculative_tokens")
@@ -305,13 +303,13 @@ def imported(source: Path) -> int | None:
     return first.get("speculative_tokens") if isinstance(first, dict) else None
 
 
-def serve(made: Any, cfg: dict[str, Any], count: int, name: str, here: bool) -> str:
+def serve(made: Any, cfg: Share, count: int, name: str, here: bool) -> str:
     """The command that serves the drafter, which is found under that name. here: on this machine."""
     spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
     name, target = shlex.quote(name), shlex.quote(served(made, cfg, here))
-    if cfg["format"] == "native":
+    if cfg.format == "native":
         return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
-    if cfg["format"] == "sglang":
+    if cfg.format == "sglang":
         algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}[made.method]
         if made.method == "mtp":  # the modules are in the model itself
             return f"python -m sglang.launch_server --model-path {name} --speculative-algorithm {algorithm}"
@@ -333,7 +331,7 @@ def serve(made: Any, cfg: dict[str, Any], count: int, name: str, here: bool) -> 
 
 def card(
     made: Any,
-    cfg: dict[str, Any],
+    cfg: Share,
     measured: dict[str, Any] | None,
     told: dict[str, Any],
     directory: Path,
@@ -359,16 +357,16 @@ def card(
         "## Serve",
         "",
     ]
-    engines = [cfg["format"]]
-    if cfg["format"] in ("vllm", "sglang") and made.method != "mlp":
+    engines = [cfg.format]
+    if cfg.format in ("vllm", "sglang") and made.method != "mlp":
         verdict = lint.loads(lint.check(directory))
         engines = [engine for engine in ("vllm", "sglang") if verdict[engine]]
     for engine in engines:
-        name = cfg["push"] or Path(cfg["out"]).name
-        parts += ["```", serve(made, cfg | {"format": engine}, count, name, here=False), "```", ""]
-    if cfg["format"] != "native" and served(made, cfg, here=False) == "TARGET" and made.method != "mtp":
+        name = cfg.push or Path(cfg.out).name
+        parts += ["```", serve(made, cfg.model_copy(update={"format": engine}), count, name, here=False), "```", ""]
+    if cfg.format != "native" and served(made, cfg, here=False) == "TARGET" and made.method != "mtp":
         parts += [f"TARGET: the directory or hub id of {target}." if target != "TARGET" else "TARGET: your target.", ""]
-    if made.method == "mlp" and cfg["format"] != "native":
+    if made.method == "mlp" and cfg.format != "native":
         parts += [
             "vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",
             "",

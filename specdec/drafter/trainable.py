@@ -27,6 +27,7 @@ class TrainableDrafter(Protocol):
     """A drafter as `specdec.training` sees it: an nn.Module that computes its loss, from recipe to checkpoint."""
 
     name: ClassVar[str]  # of the method
+    architecture_type: ClassVar[type[Checked]]  # keys of train.drafter
     objective_type: ClassVar[type[Checked]]  # keys of train.objective
     init_type: ClassVar[type[Checked]]  # keys of train.init
     target: CausalLM

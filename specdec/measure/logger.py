@@ -7,9 +7,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from specdec.checked import Checked, first_line
 from specdec.measure.records import WANDB_ID, JsonlFile, write_json
@@ -26,30 +26,33 @@ class Logger(Checked):
     mode: Literal["online", "offline"] | None = None
     tags: list[str] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _as_wandb_takes_it(self) -> Self:
+        """What W&B refuses is refused before the run, not when it has ended."""
+        if self.name == "none":
+            return self
+        import wandb
 
-def check_logger(logger: dict[str, Any]) -> None:
-    """Raise ValueError, one line, for what W&B would refuse when the run has ended."""
-    for key, value in Logger(**logger).model_dump().items():
-        if logger["name"] == "wandb" and key in ("project", "entity", "tags"):
-            import wandb
-
+        for key, setting in (("project", "project"), ("entity", "entity"), ("tags", "run_tags")):
+            value = getattr(self, key)
             try:
-                wandb.Settings(**{"run_tags" if key == "tags" else key: value})
+                wandb.Settings(**{setting: value})
             except ValidationError as error:
                 raise ValueError(f"logger.{key}={value!r}: {error.errors()[0]['msg']}") from None
             except wandb.Error as error:
                 raise ValueError(f"logger.{key}={value!r}: {first_line(error)}") from None
+        return self
 
 
 class Metrics:
     """metrics.jsonl of a training run, and the same numbers in W&B if the logger says so. Rows that a resumed run writes again
     replace the old ones."""
 
-    def __init__(self, out_dir: Path, logger: dict[str, Any], cfg: dict[str, Any]):
+    def __init__(self, out_dir: Path, cfg: dict[str, Any]):
         self.rows = JsonlFile(out_dir / "metrics.jsonl")
         self.run = None
-        if logger["name"] == "wandb":
-            self.run, self.mode = _wandb_run(logger, cfg, job_type="train")
+        if cfg["logger"]["name"] == "wandb":
+            self.run, self.mode = _wandb_run(cfg, job_type="train")
 
     def add(self, row: dict[str, Any]) -> None:
         if self.rows.rows and self.rows.rows[-1]["step"] >= row["step"]:
@@ -83,13 +86,11 @@ def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def to_wandb(
-    logger: dict[str, Any], cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]
-) -> str:
+def to_wandb(cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]) -> str:
     """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
     import wandb
 
-    run, mode = _wandb_run(logger, cfg, job_type="eval")
+    run, mode = _wandb_run(cfg, job_type="eval")
     columns: list[Any] = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
     table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
     images = {path.stem: wandb.Image(str(path)) for path in plots}
@@ -102,10 +103,11 @@ def to_wandb(
     return f"{mode}, {run.dir}"
 
 
-def _wandb_run(logger: dict[str, Any], cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
+def _wandb_run(cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
     """A run of W&B: of a directory always the same one, whose id is kept there."""
     import wandb
 
+    logger = cfg["logger"]
     mode: Any = logger["mode"] or ("online" if _has_wandb_key() else "offline")
     try:
         run = wandb.init(

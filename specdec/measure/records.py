@@ -107,9 +107,7 @@ def _check_identity(marker: Path, identity: dict[str, Any]) -> None:
     raise ValueError(f"resume=true, but {key} was {old!r} and is {new!r}; use the same settings or another out_dir=")
 
 
-def run_identity(
-    target: CausalLM, chosen: list[Task], params: SamplingParams, cfg: dict[str, Any], scheme: str
-) -> dict[str, Any]:
+def run_identity(target: CausalLM, chosen: list[Task], params: SamplingParams, seed: int, scheme: str) -> dict[str, Any]:
     """What runs must have in common to be compared, or to be one run that goes on."""
     return {
         "target": target.name,
@@ -117,7 +115,7 @@ def run_identity(
         "dtype": str(target.dtype).removeprefix("torch."),
         "prompts": fingerprint(chosen),
         "sampling": params.model_dump(),
-        "seed": cfg["seed"],
+        "seed": seed,
         "rejection": scheme,
     }
 

@@ -58,6 +58,7 @@ class Eagle(AutoregressiveDrafter):
         train_script="eagle",
         serving={"vllm": "eagle", "sglang": "EAGLE"},
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     @classmethod

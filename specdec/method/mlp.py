@@ -91,6 +91,7 @@ class MLP(Drafter):
         drafts_max=True,
         serving={"vllm": "mlp_speculator"},
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     @classmethod

@@ -139,6 +139,7 @@ class MTP(AutoregressiveDrafter):
         serving={"vllm": "mtp", "sglang": "NEXTN"},
         served_in_target=True,
     )
+    architecture_type = Architecture
     objective_type = Objective
 
     def __init__(

@@ -17,18 +17,16 @@ import torch
 from accelerate import PartialState
 
 from specdec import config, hub, method, rejection
-from specdec.checked import nearest
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
+from specdec.config.pages import Train
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
-from specdec.params import SamplingParams
 from specdec.training import data, features, loop
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
-from specdec.training.settings import Settings
 
 # what a run may be resumed with other values of
 FREE = (
@@ -48,36 +46,29 @@ FREE = (
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
-def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
+def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
     """Train a drafter as the config says. methods: those that the script trains."""
     # everything that a typo can break comes before the weights
-    recipe, model, name = dict(cfg["train"]), cfg["model"], cfg["method"]["name"]
+    name, settings = cfg.method.name, cfg.train
     drafter_class: Any = method.find(name)
-    if cfg["method"].get("parallel_drafting"):
+    if cfg.method.settings.get("parallel_drafting"):
         raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
     if name not in methods:
         script = drafter_class.facts.train_script
         trained = "has nothing to train" if script is None else f"is trained by train/{script}.py"
         raise ValueError(f"method={name} {trained}; here are trained {', '.join(methods)}")
-    recipe.pop("name")
-    architecture, init = recipe.pop("drafter"), drafter_class.init_type(**recipe.pop("init"))
+    architecture = dict(settings.drafter)
     if "geometry" in architecture:
         architecture["geometry"] = architecture["geometry"] or {}
-    objective = drafter_class.objective_type(**recipe.pop("objective"))
-    settings = Settings(**recipe)
-    SamplingParams(max_tokens=cfg["eval"]["max_tokens"])
-    at_least("seed", cfg["seed"], 0)
-    at_least("data.held_out", cfg["data"]["held_out"], 0)
-    at_least("eval.num_prompts", cfg["eval"]["num_prompts"], 0)
-    at_least("eval.max_batch_size", cfg["eval"]["max_batch_size"], 1)
-    at_least("num_threads", 1 if cfg["num_threads"] is None else cfg["num_threads"], 1)
-    model_arguments = model_args(model)
-    logger.check_logger(cfg["logger"])
-    out_dir = Path(cfg["out_dir"])
-    records.reserve(out_dir, cfg["resume"])
-    torch.set_num_threads(cfg["num_threads"] or 1)
+    drafter_class.architecture_type(**architecture)
+    init = drafter_class.init_type(**settings.init)
+    objective = drafter_class.objective_type(**settings.objective)
+    model_arguments = cfg.model.arguments()
+    out_dir = Path(cfg.out_dir)
+    records.reserve(out_dir, cfg.resume)
+    torch.set_num_threads(cfg.num_threads or 1)
 
-    device = choose_device(model["device"])
+    device = choose_device(cfg.model.device)
     processes = PartialState(cpu=device.type == "cpu")
     if settings.global_batch_size % processes.num_processes:
         raise ValueError(
@@ -87,42 +78,41 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     if processes.num_processes > 1 and device.type == "cuda":
         device = processes.device
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
-    target = CausalLM(config.model_name(model), model["dtype"] or "bfloat16", str(device), model["revision"])
-    given = cfg["data"]
-    loaded = data.load_group(given, target)
-    if given["path"] is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
+    target = CausalLM(cfg.model.source, cfg.model.dtype or "bfloat16", str(device), cfg.model.revision)
+    loaded = data.load_group(config.plain(cfg.data), target)
+    if cfg.data.path is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
         console.show(
             f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
             "make data of its own with train/prepare.py"
         )
     for note in loaded.notes if processes.is_main_process else ():
         console.show(f"note: {note}")
-    if given["held_out"] >= len(loaded.samples):
-        raise ValueError(f"data.held_out={given['held_out']} leaves nothing of {len(loaded.samples)} samples; lower it")
-    samples, held_out = split_validation(loaded.samples, given["held_out"])
+    if cfg.data.held_out >= len(loaded.samples):
+        raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(loaded.samples)} samples; lower it")
+    samples, held_out = split_validation(loaded.samples, cfg.data.held_out)
 
     checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples, held_out)
-    no_setting = ("name", "model", "revision", "parallel_drafting")
-    asked = {key: value for key, value in cfg["method"].items() if key not in no_setting}
+    no_setting = ("model", "revision", "parallel_drafting")
+    asked = {key: value for key, value in cfg.method.settings.items() if key not in no_setting}
     drafter = drafter_class(target, checkpoint, **asked)
     source: Any
     if not drafter.needs_target(objective):
         source = features.TokenSource(device)
-        if cfg["features"]["path"] and processes.is_main_process:
+        if cfg.features.path and processes.is_main_process:
             console.show("note: features.path is not read, since this objective learns from the data's tokens alone")
-    elif cfg["features"]["path"]:
-        source = features.StoredFeatures(cfg["features"]["path"], target, drafter.hidden_layers, cfg["features"]["layer_ids"])
+    elif cfg.features.path:
+        source = features.StoredFeatures(cfg.features.path, target, drafter.hidden_layers, cfg.features.layer_ids)
         for sample in (*samples, *held_out):  # found now, not in the middle of a run
             source.place(sample)
     else:
-        source = features.OnlineFeatures(target, drafter.hidden_layers, int(cfg["features"]["keep_gb"] * 2**30))
+        source = features.OnlineFeatures(target, drafter.hidden_layers, int(cfg.features.keep_gb * 2**30))
     feature_sample = None
     if drafter.hidden_layers:
         some = source(samples[:64])
         # the first token of a prompt is an attention sink, thousands of times larger than the others: it would set the scale
         beyond_first = np.arange(len(some.token_N)) - np.repeat(np.cumsum(some.length_B) - some.length_B, some.length_B) > 0
         feature_sample = some.hidden(drafter.hidden_layers)[torch.from_numpy(beyond_first).to(device)]
-    drafter.for_training(objective, init, feature_sample, warm_start=cfg["checkpoint"] is not None)
+    drafter.for_training(objective, init, feature_sample, warm_start=cfg.checkpoint is not None)
 
     identity = {
         "target": target.name,
@@ -133,29 +123,27 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
         "drafter": checkpoint.config,
         "init": init.model_dump(),
         "objective": objective.model_dump(),
-        "train": settings.model_dump(exclude=set(FREE)),
-        "seed": cfg["seed"],
-        "checkpoint": cfg["checkpoint"],
-        "checkpoint_weights": hub.weights_digest(native.find(cfg["checkpoint"])) if cfg["checkpoint"] else None,
+        "train": settings.model_dump(exclude={"name", "drafter", "init", "objective", *FREE}),
+        "seed": cfg.seed,
+        "checkpoint": cfg.checkpoint,
+        "checkpoint_weights": hub.weights_digest(native.find(cfg.checkpoint)) if cfg.checkpoint else None,
         # the best checkpoint is chosen by these
-        "eval": cfg["eval"] | {"held_out": given["held_out"]} | asked,
+        "eval": config.plain(cfg.eval) | {"held_out": cfg.data.held_out} | asked,
     }
     if processes.is_main_process:
-        records.claim(out_dir, cfg["resume"], identity)
+        records.claim(out_dir, cfg.resume, identity)
         config.save(cfg, out_dir / "config.yaml")
         if loaded.skipped:
             records.write_json(out_dir / "left_out.json", loaded.skipped_at)
     processes.wait_for_everyone()
-    prompts = prompts_of(held_out, cfg["eval"]["num_prompts"])
+    prompts = prompts_of(held_out, cfg.eval.num_prompts)
 
     def evaluate(saved: Path) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
         proposer = method.build(name, target, model=str(saved), **asked)
-        return acceptance(
-            target, proposer, rejection.build("standard"), prompts, cfg["eval"]["max_tokens"], cfg["eval"]["max_batch_size"]
-        )
+        return acceptance(target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size)
 
-    metrics = logger.Metrics(out_dir, cfg["logger"], cfg) if processes.is_main_process else None
+    metrics = logger.Metrics(out_dir, config.plain(cfg)) if processes.is_main_process else None
     with console.training_progress(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
@@ -164,9 +152,9 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
             show_row(row)
 
         result = loop.fit(
-            drafter, source, samples, held_out, settings, out_dir, seed=cfg["seed"], evaluate=evaluate if prompts else None,
+            drafter, source, samples, held_out, settings, out_dir, seed=cfg.seed, evaluate=evaluate if prompts else None,
             log=log, advance=advance, provenance={"identity": identity, "environment": records.environment()},
-            resume=cfg["resume"],
+            resume=cfg.resume,
         )  # fmt: skip
     if metrics is None:
         stop(processes, result)
@@ -175,7 +163,7 @@ def run(cfg: dict[str, Any], methods: tuple[str, ...]) -> dict[str, Any]:
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
     summary = identity | result | cpu_s | {"environment": records.environment(), "last_metrics": last}
     records.write_json(out_dir / "summary.json", summary)
-    title = f"{name} for {target.name}, {given['name']} data"
+    title = f"{name} for {target.name}, {cfg.data.name} data"
     plot = training_report.plot_training(metrics.rows.rows, title, out_dir / "train.png")
     where = metrics.close(result, [plot])
     if result["interrupted"]:
@@ -202,30 +190,12 @@ def stop(processes: PartialState, result: dict[str, Any]) -> None:
         sys.exit(128 + result["stopped_by"])
 
 
-def model_args(model: dict[str, Any]) -> str:
-    """The `model` group's choice as arguments, where it is not the default. ValueError if there is no such choice."""
-    known = [path.stem for path in (config.CONF / "model").glob("*.yaml")]
-    if model["name"] not in known:
-        raise ValueError(f"model.name={model['name']!r}: no such choice; {nearest(str(model['name']), known)}")
-    default = config.read(config.CONF / "model" / f"{model['name']}.yaml")
-    given = [f"model={model['name']}"] if model["name"] != "llama" else []
-    given += [f"model.{key}={model[key]}" for key in ("path", "size", "architecture") if model.get(key) != default.get(key)]
-    if "architecture" in model:
-        given = [word for word in given if not word.startswith("model.path=")]
-    return "".join(f"{word} " for word in given)
-
-
-def at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{key}={value}: at least {least} is needed")
-
-
 def new_drafter(
-    drafter_class: Any, target: CausalLM, cfg: dict[str, Any], architecture: dict[str, Any], init: Any, samples: Any,
+    drafter_class: Any, target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
     held_out: Any,
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
-    checkpoint = drafter_class.load_checkpoint(target, cfg["checkpoint"], None) if cfg["checkpoint"] else None
+    checkpoint = drafter_class.load_checkpoint(target, cfg.checkpoint, None) if cfg.checkpoint else None
     key = drafter_class.facts.mask_key
     if key is not None:
         given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
@@ -238,7 +208,7 @@ def new_drafter(
     vocab_ids = None
     if size is not None and size != target.vocab_size:
         vocab_ids = draft_vocabulary(samples, size, target.vocab_size)
-    return drafter_class.init_checkpoint(target, architecture, init, vocab_ids, cfg["seed"])
+    return drafter_class.init_checkpoint(target, architecture, init, vocab_ids, cfg.seed)
 
 
 def tokenizer_of(target: CausalLM) -> Any:

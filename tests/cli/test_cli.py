@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from specdec import config, engine, hub, method, rejection
-from specdec.config import CONF, read
+from specdec.config import CONF, pages, read
 from specdec.measure import bench, records, stats, tasks
 from specdec.model.target import CausalLM
 from support.cli import EVAL, OFFLINE, Cli, Done, call, contents, ended, outputs, rows_of, wait_for_lines, write_tasks
@@ -163,7 +163,7 @@ def test_the_saved_config_is_resolved_and_runs_again(finished: Finished, tmp_pat
     cfg = read(finished[0] / "config.yaml")
     assert cfg["model"]["path"] == "tiny-llama"
     script = runpy.run_path(str(EVAL / "run.py"))
-    script["run"]({**cfg, "out_dir": str(tmp_path / "again"), "baseline": False})
+    script["run"](pages.Eval(**{**cfg, "out_dir": str(tmp_path / "again"), "baseline": False}))
     assert outputs(tmp_path / "again") == outputs(finished[0])
 
 
@@ -709,8 +709,8 @@ KINDS = [
     (("run", "task.path=[a]"), "task.path=['a'] must be the path of a file"),
     (("run", "seed=1180591620717411303424"), "seed=1180591620717411303424 must be a number, an integer of 64 bits"),
     (("run", "num_threads=1000000"), "num_threads=1000000"),
-    (("run", "sampling.skip_special_tokens=1"), "sampling.skip_special_tokens=1 must be true or false"),
-    (("run", "sampling.stop_token_ids=[1.5]"), "sampling.stop_token_ids=[1.5] must be a list of numbers"),
+    (("run", "sampling.skip_special_tokens=1"), "sampling.skip_special_tokens=1: input should be a valid boolean"),
+    (("run", "sampling.stop_token_ids=[1.5]"), "sampling.stop_token_ids[0]=1.5: input should be a valid integer"),
     (("run", "-m", "limit=1,maybe"), "limit='maybe' must be a number"),
     (("run", "cost_table=/nowhere/x", "enable_adaptive_verification=true"), "/nowhere: x cannot be read"),
     (("bench", "dtypes=[1]"), "dtypes=[1] must be a list of types"),

@@ -457,14 +457,14 @@ WANDB = ("logger=wandb", "logger.mode=offline")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("logger.mode=banana",), "logger key mode='banana': input should be 'online' or 'offline'"),
+        (("logger.mode=banana",), "logger.mode='banana': input should be 'online' or 'offline'"),
         (("logger.tags=drafter",), "logger.tags='drafter'"),
         (("logger.tags=[1]",), "logger.tags=[1]"),
         (("logger.tags=['']",), "logger.tags=['']: Value error, Tag at index 0 is empty"),
         (("logger.project=a/b",), "logger.project='a/b'"),
         (("logger.project=''",), "logger.project=''"),
         (("logger.entity=[a]",), "logger.entity=['a']"),
-        (("logger.name=banana",), "logger key name='banana': input should be 'none' or 'wandb'"),
+        (("logger.name=banana",), "logger.name='banana': input should be 'none' or 'wandb'"),
     ],
 )
 def test_the_logger_is_looked_at_before_the_run(name: str, given: tuple[str, ...], words: str, tmp_path: Path) -> None:

@@ -117,35 +117,35 @@ def loaded(name: str = "tiny-llama") -> CausalLM:
 
 def trained(variant: str, **of_target: Any) -> Checkpoint:
     """A drafter whose weights were moved as if by training; of_target: facts to alter."""
-    made = _trained(variant)
-    return replace(made, tensors=dict(made.tensors or {}), config=dict(made.config), target=made.target | of_target)
+    drafter = _trained(variant)
+    return replace(drafter, tensors=dict(drafter.tensors or {}), config=dict(drafter.config), target=drafter.target | of_target)
 
 
 @cache
 def _trained(name: str) -> Checkpoint:
-    own = VARIANTS[name]
-    noise = torch.Generator().manual_seed(5)
-    target = loaded(own.target)
-    if own.kind == "mlp":
+    variant = VARIANTS[name]
+    generator = torch.Generator().manual_seed(5)
+    target = loaded(variant.target)
+    if variant.kind == "mlp":
         config = {
             "n_predict": 3, "inner_dim": 48, "tie_weights": False, "scale_input": False, "own_embedding": True,
             "own_lm_head": True, "draft_vocab_size": VOCAB,
-        } | own.architecture  # fmt: skip
+        } | variant.architecture  # fmt: skip
         table = mlp_speculator.shapes(config, HIDDEN)
-        made = Checkpoint("mlp", config, native.facts(target), {key: torch.zeros(shape) for key, shape in table.items()})
+        drafter = Checkpoint("mlp", config, native.facts(target), {key: torch.zeros(shape) for key, shape in table.items()})
     else:
-        kind: type[AutoregressiveDrafter] = Eagle if own.kind == "eagle" else Eagle3
-        made = kind.init_checkpoint(target, own.architecture, own.init, REDUCED if own.reduced else None)
-        if own.kind == "peagle":
-            taps = len(made.config["eagle_aux_hidden_state_layer_ids"])
-            assert made.tensors is not None
-            made.tensors["mask_hidden"] = torch.zeros(1, 1, taps * HIDDEN)
-            made = replace(made, method="peagle", config=made.config | {"mask_token_id": 259})
-    assert made.tensors is not None
-    for _, tensor in sorted(made.tensors.items()):
+        kind: type[AutoregressiveDrafter] = Eagle if variant.kind == "eagle" else Eagle3
+        drafter = kind.init_checkpoint(target, variant.architecture, variant.init, REDUCED if variant.reduced else None)
+        if variant.kind == "peagle":
+            taps = len(drafter.config["eagle_aux_hidden_state_layer_ids"])
+            assert drafter.tensors is not None
+            drafter.tensors["mask_hidden"] = torch.zeros(1, 1, taps * HIDDEN)
+            drafter = replace(drafter, method="peagle", config=drafter.config | {"mask_token_id": 259})
+    assert drafter.tensors is not None
+    for _, tensor in sorted(drafter.tensors.items()):
         if tensor.is_floating_point():
-            tensor += 0.15 * torch.randn(tensor.shape, generator=noise)
-    return made
+            tensor += 0.15 * torch.randn(tensor.shape, generator=generator)
+    return drafter
 
 
 def written(directory: Path, name: str, engine: str, **of_target: Any) -> Path:
@@ -159,8 +159,8 @@ def edited(directory: Path, tensors: Callable[[dict[str, Tensor]], Any] | None =
     """Change a written directory: tensors in place, or a new dict of them; keys of config.json, None meaning that it goes."""
     if tensors is not None:
         held = load_file(directory / "model.safetensors")
-        made = tensors(held)
-        held = made if isinstance(made, dict) else held
+        replaced = tensors(held)
+        held = replaced if isinstance(replaced, dict) else held
         save_file({key: tensor.contiguous().clone() for key, tensor in held.items()}, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text()) | keys
     config = {key: value for key, value in config.items() if keys.get(key, 0) is not None}
@@ -168,14 +168,14 @@ def edited(directory: Path, tensors: Callable[[dict[str, Tensor]], Any] | None =
     return directory
 
 
-def same(ours: Checkpoint, theirs: Checkpoint) -> None:
-    assert (ours.method, ours.config, ours.target) == (theirs.method, theirs.config, theirs.target)
-    assert ours.tensors is not None
-    assert theirs.tensors is not None
-    assert ours.tensors.keys() == theirs.tensors.keys()
-    for key, tensor in ours.tensors.items():
-        assert tensor.dtype == theirs.tensors[key].dtype, key
-        assert tensor.numpy().tobytes() == theirs.tensors[key].numpy().tobytes(), key
+def same(read: Checkpoint, expected: Checkpoint) -> None:
+    assert (read.method, read.config, read.target) == (expected.method, expected.config, expected.target)
+    assert read.tensors is not None
+    assert expected.tensors is not None
+    assert read.tensors.keys() == expected.tensors.keys()
+    for key, tensor in read.tensors.items():
+        assert tensor.dtype == expected.tensors[key].dtype, key
+        assert tensor.numpy().tobytes() == expected.tensors[key].numpy().tobytes(), key
 
 
 # ------------------------------------------------------------------------------------------------------------ round trips
@@ -222,30 +222,30 @@ def test_vllm_and_sglang_get_the_same_eagle3_directory(tmp_path: Path) -> None:
 
 def test_default_layers_are_not_written_and_come_back(tmp_path: Path) -> None:
     """Both engines guess the same layers, and read a list that says them differently."""
-    made = trained("eagle3-layers", **EAGLE3_DEEP)
-    made.config["eagle_aux_hidden_state_layer_ids"] = [2, 12, 21]
-    checkpoint.write(made, tmp_path, "vllm")
+    drafter = trained("eagle3-layers", **EAGLE3_DEEP)
+    drafter.config["eagle_aux_hidden_state_layer_ids"] = [2, 12, 21]
+    checkpoint.write(drafter, tmp_path, "vllm")
     config = json.loads((tmp_path / "config.json").read_text())
     assert "eagle_config" not in config
     assert "eagle_aux_hidden_state_layer_ids" not in config
-    same(checkpoint.load(tmp_path), made)
+    same(checkpoint.load(tmp_path), drafter)
     edited(tmp_path, specdec=None)
     assert checkpoint.load(tmp_path).config["eagle_aux_hidden_state_layer_ids"] is None, "the depth is not known"
 
 
 def test_a_native_checkpoint_is_read_first(tmp_path: Path) -> None:
-    made = trained("eagle3")
-    native.save(tmp_path, made, {}, "")
-    same(checkpoint.load(tmp_path), made)
+    drafter = trained("eagle3")
+    native.save(tmp_path, drafter, {}, "")
+    same(checkpoint.load(tmp_path), drafter)
 
 
 def test_the_head_of_the_target_is_no_draft_vocabulary(tmp_path: Path) -> None:
     """SGLang takes the target's head where draft_vocab_size is null and the drafter's where it is a number."""
     config = json.loads((written(tmp_path / "a", "eagle3-target-head", "sglang") / "config.json").read_text())
     assert config["draft_vocab_size"] is None
-    own = written(tmp_path / "b", "eagle3", "sglang")
-    assert json.loads((own / "config.json").read_text())["draft_vocab_size"] == VOCAB
-    assert "lm_head.weight" in load_file(own / "model.safetensors"), "a trained head is kept (vllm-ascend#11374)"
+    directory = written(tmp_path / "b", "eagle3", "sglang")
+    assert json.loads((directory / "config.json").read_text())["draft_vocab_size"] == VOCAB
+    assert "lm_head.weight" in load_file(directory / "model.safetensors"), "a trained head is kept (vllm-ascend#11374)"
 
 
 def test_eagle1_has_no_random_bias_in_sglang(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_the_official_eagle3_config_is_read(tmp_path: Path) -> None:
 def test_a_config_inside_another_is_read(tmp_path: Path) -> None:
     written(tmp_path, "eagle", "vllm")
     config = json.loads((tmp_path / "config.json").read_text())
-    told = config.pop("specdec")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle", "model": config, "specdec": told}))
+    specdec_keys = config.pop("specdec")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle", "model": config, "specdec": specdec_keys}))
     same(checkpoint.load(tmp_path), trained("eagle"))
 
 
@@ -321,23 +321,23 @@ def test_tied_copies_of_an_mlp_are_read_if_equal(tmp_path: Path, one_line: Any) 
     one_line(lambda: checkpoint.load(tmp_path), "head.2.weight", "tie_weights")
 
 
-def test_an_mlp_that_shares_with_its_target_is_written_whole(tmp_path: Path, one_line: Any) -> None:
+def test_an_mlp_that_shares_with_its_target_is_written_completely(tmp_path: Path, one_line: Any) -> None:
     config = {
         "n_predict": 2, "inner_dim": HIDDEN, "tie_weights": False, "scale_input": True, "own_embedding": False,
         "own_lm_head": False, "draft_vocab_size": VOCAB,
     }  # fmt: skip
     table = mlp_speculator.shapes(config, HIDDEN)
-    made = Checkpoint("mlp", config, native.facts(loaded()), {key: torch.ones(shape) for key, shape in table.items()})
-    one_line(lambda: checkpoint.write(made, tmp_path, "vllm"), "target=")
-    checkpoint.write(made, tmp_path, "vllm", loaded())
+    drafter = Checkpoint("mlp", config, native.facts(loaded()), {key: torch.ones(shape) for key, shape in table.items()})
+    one_line(lambda: checkpoint.write(drafter, tmp_path, "vllm"), "target=")
+    checkpoint.write(drafter, tmp_path, "vllm", loaded())
     came = checkpoint.load(tmp_path)
     assert came.tensors is not None
     assert came.config == config | {"own_embedding": True, "own_lm_head": True}
     for i in range(2):
         assert torch.equal(came.tensors[f"emb.{i}.weight"], loaded().model.get_input_embeddings().weight)
         assert torch.equal(came.tensors[f"head.{i}.weight"], loaded().head_rows()[0])
-    made.config["draft_vocab_size"] = 215
-    one_line(lambda: checkpoint.write(made, tmp_path, "vllm", loaded()), "215", "no d2t")
+    drafter.config["draft_vocab_size"] = 215
+    one_line(lambda: checkpoint.write(drafter, tmp_path, "vllm", loaded()), "215", "no d2t")
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_options_of_the_speculators_format(tmp_path: Path, one_line: Any) -> Non
     bad({"speculators_model_type": "dflash"}, "dflash", "cannot be imported")
 
 
-def test_only_layers_inside_eagle_config_leave_theirs(tmp_path: Path) -> None:
+def test_only_layers_inside_eagle_config_are_read_as_outputs(tmp_path: Path) -> None:
     """SGLang and Model-Optimizer count by output; vLLM's V1 runner would be off by one."""
     edited(written(tmp_path, "eagle3-layers", "vllm"), eagle_aux_hidden_state_layer_ids=None)
     same(checkpoint.load(tmp_path), trained("eagle3-layers"))
@@ -511,7 +511,7 @@ def test_an_embedding_must_be_the_targets(tmp_path: Path, one_line: Any) -> None
     one_line(lambda: Eagle3(loaded(), checkpoint.load(tmp_path), 1), "embed_tokens.weight", "tiny-llama")
 
 
-def test_facts_that_nobody_told_are_not_compared(tmp_path: Path, one_line: Any) -> None:
+def test_unknown_facts_are_not_compared(tmp_path: Path, one_line: Any) -> None:
     came = checkpoint.load(edited(written(tmp_path, "eagle3", "vllm"), specdec=None))
     assert came.target == {"hidden_size": HIDDEN, "vocab_size": VOCAB}
     came.check("eagle3", loaded("tiny-qwen3"))
@@ -530,9 +530,9 @@ def test_bad_directories(tmp_path: Path, one_line: Any) -> None:
     (tmp_path / "config.json").write_text("{")
     refused("cannot be read")
     written(tmp_path, "eagle3", "vllm")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    for cut in (0, 5, 500, len(whole) - 10):
-        (tmp_path / "model.safetensors").write_bytes(whole[:cut])
+    data = (tmp_path / "model.safetensors").read_bytes()
+    for cut in (0, 5, 500, len(data) - 10):
+        (tmp_path / "model.safetensors").write_bytes(data[:cut])
         refused("model.safetensors cannot be read", "fetch it again")
     (tmp_path / "model.safetensors").unlink()
     refused("no weights")
@@ -541,7 +541,7 @@ def test_bad_directories(tmp_path: Path, one_line: Any) -> None:
         refused(name, "refused: pickled weights can run code; convert to safetensors")
         (tmp_path / name).unlink()
     for name in ("a", "b"):
-        (tmp_path / f"{name}.safetensors").write_bytes(whole)
+        (tmp_path / f"{name}.safetensors").write_bytes(data)
     refused("2 safetensors files")
 
 
@@ -566,13 +566,13 @@ LOADS = {"eagle": {"vllm"}, "eagle3": {"vllm", "sglang"}, "peagle": {"vllm"}, "m
 ONE_ENGINE = {"eagle3-qwen3-layer", "eagle3-norm-before-residual"}  # not in SGLang
 
 
-def said(directory: Path, target: str | None = None) -> dict[tuple[str, str], list[str]]:
+def severities_of(directory: Path, target: str | None = None) -> dict[tuple[str, str], list[str]]:
     """(engine, rule) -> severities."""
-    found: dict[tuple[str, str], list[str]] = {}
+    severities: dict[tuple[str, str], list[str]] = {}
     for one in lint.check(directory, target):
         assert "\n" not in one.text
-        found.setdefault((one.engine, one.rule), []).append(one.severity)
-    return found
+        severities.setdefault((one.engine, one.rule), []).append(one.severity)
+    return severities
 
 
 def verdict(directory: Path, target: str | None = None) -> set[str]:
@@ -607,7 +607,7 @@ def test_what_is_written_loads_where_it_should(name: str, engine: str, tmp_path:
 def test_a_native_directory_is_for_export(tmp_path: Path) -> None:
     native.save(tmp_path, trained("eagle3"), {}, "")
     assert not verdict(tmp_path)
-    assert said(tmp_path)["vllm", "format"] == ["error"]
+    assert severities_of(tmp_path)["vllm", "format"] == ["error"]
 
 
 def test_what_cannot_be_read_loads_nowhere(tmp_path: Path) -> None:
@@ -756,51 +756,51 @@ RULES: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Directories that say they are another target."""
-    made = {}
+    directories = {}
     for name, keys in {"other width": {"hidden_size": 128}, "other vocabulary": {"vocab_size": 400}}.items():
         directory = tmp_path_factory.mktemp("target")
         config = json.loads((hub.tiny() / "config.json").read_text()) | keys
         (directory / "config.json").write_text(json.dumps(config))
-        made[name] = str(directory)
-    return made
+        directories[name] = str(directory)
+    return directories
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_lint_finds(rule: str, tmp_path: Path, targets: dict[str, str]) -> None:
-    name, change, keys, found, marks, *given = RULES[rule]
+    name, change, keys, rule_name, marks, *target_name = RULES[rule]
     expected = {mark[:-1]: {"!": "error", "?": "warning"}[mark[-1]] for mark in marks.split()}
     written(tmp_path, *([*name.split(" @ "), "vllm"][:2]))
-    about = targets.get(given[0], given[0]) if given else None
-    before = said(tmp_path, None)
+    about = targets.get(target_name[0], target_name[0]) if target_name else None
+    before = severities_of(tmp_path, None)
     edited(tmp_path, change, **keys)
     if rule == "head that SGLang replaces":  # null, which `edited` takes for leaving the key out
         config = json.loads((tmp_path / "config.json").read_text()) | {"draft_vocab_size": None}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    after = said(tmp_path, about)
+    after = severities_of(tmp_path, about)
     for key, severity in expected.items():
-        assert severity in after.get((key, found), []), (key, lint.check(tmp_path, about))
-        if change is not None or keys or given:
-            worse = after[key, found].count(severity) > before.get((key, found), []).count(severity)
+        assert severity in after.get((key, rule_name), []), (key, lint.check(tmp_path, about))
+        if change is not None or keys or target_name:
+            worse = after[key, rule_name].count(severity) > before.get((key, rule_name), []).count(severity)
             assert worse, f"{key} said it of the whole directory too"
     for engine, loads in lint.loads(lint.check(tmp_path, about)).items():
         assert not (loads and expected.get(engine) == "error")
 
 
-def test_a_wider_target_is_told_apart(tmp_path: Path, targets: dict[str, str]) -> None:
+def test_a_wider_target_is_recognised(tmp_path: Path, targets: dict[str, str]) -> None:
     """fc reads states of the target's width where target_hidden_size says so."""
     edited(written(tmp_path, "eagle3", "vllm"), put(fc__weight=torch.ones(HIDDEN, 2 * 128)), target_hidden_size=128)
     assert verdict(tmp_path, targets["other width"]) == {"vllm", "sglang"}
     assert not verdict(tmp_path, "tiny-llama")
     config = json.loads((tmp_path / "config.json").read_text()) | {"target_hidden_size": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert said(tmp_path)["sglang", "hidden_size"] == ["error"]
+    assert severities_of(tmp_path)["sglang", "hidden_size"] == ["error"]
 
 
 def test_one_tapped_layer_is_not_fused_in_sglang(tmp_path: Path) -> None:
     one = Eagle3.init_checkpoint(loaded(), {"eagle_aux_hidden_state_layer_ids": [3]}, Init())
     checkpoint.write(one, tmp_path, "vllm")
     assert verdict(tmp_path) == {"vllm"}
-    assert said(tmp_path)["sglang", "layer_ids"] == ["error"]
+    assert severities_of(tmp_path)["sglang", "layer_ids"] == ["error"]
 
 
 def test_a_verifier_is_a_hub_id(tmp_path: Path) -> None:
@@ -809,7 +809,7 @@ def test_a_verifier_is_a_hub_id(tmp_path: Path) -> None:
         directory = tmp_path / str(i)
         directory.mkdir()
         checkpoint.write(trained("eagle3"), directory, "speculators", loaded(), name)
-        assert said(directory).get(("vllm", "verifier"), []) == severities
+        assert severities_of(directory).get(("vllm", "verifier"), []) == severities
         assert verdict(directory) == {"vllm", "speculators"}
 
 
@@ -838,7 +838,7 @@ def packaged(directory: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", PACKAGED)
 def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
     """Logits of three unrolled steps over a document, against ours."""
-    theirs = package(packaged(tmp_path, name))
+    package_drafter = package(packaged(tmp_path, name))
     target = loaded(VARIANTS[name].target)
     ours: Any = Eagle3(target, trained(name), 3)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 40)
@@ -846,9 +846,9 @@ def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
     num_steps = 3
     batch = OnlineFeatures(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
     plan = unroll.plan(batch.length_B, batch.mask_N, num_steps)
-    theirs.lm_head.register_forward_hook(lambda module, given, made: logits.append(made[0]))
+    package_drafter.lm_head.register_forward_hook(lambda module, args, output: logits.append(output[0]))
     with torch.no_grad():
-        theirs(
+        package_drafter(
             hidden_states=batch.hidden(ours.hidden_layers)[:-1].flatten(1).unsqueeze(0),
             input_ids=torch.from_numpy(tokens[1:]).unsqueeze(0),
             document_ids=torch.zeros(1, 39, dtype=torch.int64),
@@ -866,15 +866,15 @@ def test_the_package_drafts_the_same(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["peagle", "peagle-qwen3-layer"])
 def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P-EAGLE: logits of every row and depth, mask places included, none of them left out."""
-    theirs = package(packaged(tmp_path, name))
+    package_drafter = package(packaged(tmp_path, name))
     target = loaded()
     depths = 4
     core = importlib.import_module("speculators.models.peagle.core")
-    drawn: list[tuple[Tensor, Tensor]] = []
+    sampled: list[tuple[Tensor, Tensor]] = []
     sample = core.generate_cod_sample_indices
-    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **how: drawn.append(sample(**how)) or drawn[0])
+    monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **how: sampled.append(sample(**how)) or sampled[0])
     logits: list[Tensor] = []
-    theirs.lm_head.register_forward_hook(lambda module, given, made: logits.append(made[0]))
+    package_drafter.lm_head.register_forward_hook(lambda module, args, output: logits.append(output[0]))
 
     ours: Any = method.find("peagle")(target, trained(name), depths)
     ours.objective = ours.objective_type(num_depths=depths, down_sample_ratio=1.0)
@@ -882,7 +882,7 @@ def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monk
     batch = OnlineFeatures(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
     plan = ours.plan(batch, depths, 0)
     with torch.no_grad():
-        theirs(
+        package_drafter(
             hidden_states=batch.hidden(ours.hidden_layers)[:-1].flatten(1).unsqueeze(0),
             input_ids=torch.from_numpy(tokens[1:]).unsqueeze(0),
             document_ids=torch.zeros(1, 39, dtype=torch.int64),
@@ -892,7 +892,7 @@ def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monk
             down_sample_ratio=1.0,
             loss_config=importlib.import_module("speculators.losses").resolve_loss_config("kl_div", "eager"),
         )
-        anchor, depth = drawn[0]
+        anchor, depth = sampled[0]
         place = {(int(a), int(d)): i for i, (a, d) in enumerate(zip(anchor, depth, strict=True))}
         for d, (state, step) in enumerate(zip(ours.unrolled(batch, plan), plan.steps, strict=True)):
             both = [(i, place[row, d]) for i, row in enumerate(step.rows.tolist()) if (row, d) in place]
@@ -905,29 +905,29 @@ def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monk
 @pytest.mark.parametrize("name", [*PACKAGED, "peagle", "peagle-qwen3-layer"])
 def test_what_the_package_writes_is_read(name: str, tmp_path: Path) -> None:
     """Ours -> the package's own save -> ours: nothing was lost or made up on the way."""
-    theirs = package(packaged(tmp_path / "ours", name))
-    theirs.save_pretrained(tmp_path / "theirs")
+    package_drafter = package(packaged(tmp_path / "ours", name))
+    package_drafter.save_pretrained(tmp_path / "theirs")
     came = checkpoint.load(tmp_path / "theirs")
-    made = trained(name)
-    same(came, made)
-    came.check(made.method, loaded(VARIANTS[name].target))
+    drafter = trained(name)
+    same(came, drafter)
+    came.check(drafter.method, loaded(VARIANTS[name].target))
 
 
 def test_the_packages_converter_keeps_every_tensor(tmp_path: Path) -> None:
     """Raw EAGLE-3 -> `speculators convert` -> ours."""
     converter = pytest.importorskip("speculators.convert.eagle.eagle3_converter")
     pytest.importorskip("loguru").logger.disable("speculators")
-    made = trained("eagle3-layers")
+    drafter = trained("eagle3-layers")
     target = str(loaded().path)
-    ids = made.config["eagle_aux_hidden_state_layer_ids"]
+    ids = drafter.config["eagle_aux_hidden_state_layer_ids"]
     written(tmp_path / "raw", "eagle3-layers", "vllm")
     converter.Eagle3Converter().convert(
         tmp_path / "raw", tmp_path / "packaged", target, validate=False, eagle_aux_hidden_state_layer_ids=ids
     )
     came = checkpoint.load(tmp_path / "packaged")
     assert came.tensors is not None
-    assert came.config == made.config
-    for key, tensor in (made.tensors or {}).items():
+    assert came.config == drafter.config
+    for key, tensor in (drafter.tensors or {}).items():
         assert torch.equal(came.tensors[key], tensor), key
 
 
@@ -943,9 +943,9 @@ def share(tmp_path: Path) -> Cli:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training run, whose best checkpoint was measured."""
     folder = tmp_path_factory.mktemp("run")
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one two three " * 3}]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "one two three " * 3}]
     (folder / "data.jsonl").write_text(
-        "".join(json.dumps({"messages": [{**turns[0], "content": f"hello {i}"}, turns[1]]}) + "\n" for i in range(12))
+        "".join(json.dumps({"messages": [{**messages[0], "content": f"hello {i}"}, messages[1]]}) + "\n" for i in range(12))
     )
     done = call(
         "eagle", "model=tiny", "model.dtype=float32", "model.device=cpu", "data=jsonl", f"data.path={folder}/data.jsonl",
@@ -977,8 +977,8 @@ def test_a_run_is_shared(engine: str, run: Path, share: Cli, tmp_path: Path) -> 
     assert {path.name for path in out.iterdir()} == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["shared"], "nothing temporary stays"
     came = checkpoint.load(out)
-    made = native.load(run)
-    same(came, made)
+    drafter = native.load(run)
+    same(came, drafter)
     card = (out / "README.md").read_text()
     row = next(
         row
@@ -1016,7 +1016,7 @@ def test_measured_numbers_are_those_of_the_evaluation(run: Path, evaluation: Pat
     assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16, torch.int64, torch.bool}
 
 
-def test_a_foreign_drafter_becomes_ours(share: Cli, tmp_path: Path) -> None:
+def test_a_drafter_of_another_format_becomes_native(share: Cli, tmp_path: Path) -> None:
     written(tmp_path / "theirs", "eagle3-layers", "vllm")
     rows = loaded().model.get_input_embeddings().weight.detach()
     edited(tmp_path / "theirs", put(embed_tokens__weight=rows), specdec=None)
@@ -1146,8 +1146,8 @@ def trained_by(script: str, folder: Path, conversations: Path, *more: str) -> Pa
         "train.max_steps=3",
         "eval.num_prompts=0",
     )
-    given = ("data=jsonl", f"data.path={conversations}", f"out_dir={folder / 'run'}", *more)
-    done = call(script, *small, *given, cwd=folder, folder=TRAIN)
+    arguments = ("data=jsonl", f"data.path={conversations}", f"out_dir={folder / 'run'}", *more)
+    done = call(script, *small, *arguments, cwd=folder, folder=TRAIN)
     assert done.code == 0, done.err
     return folder / "run"
 
@@ -1173,9 +1173,9 @@ def test_a_draft_model_is_shared_as_it_is(
     assert command is not None
     assert "TARGET: the directory or hub id of tiny-llama." in (tmp_path / "shared" / "README.md").read_text()
     assert spec.items() <= json.loads(command[1]).items()
-    ours, theirs = (load_file(path / "model.safetensors") for path in (run / "last", tmp_path / "shared"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    before, after = (load_file(path / "model.safetensors") for path in (run / "last", tmp_path / "shared"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
     assert checkpoint.method_of(tmp_path / "shared") == checkpoint.method_of(run) == script
     verdict = lint.loads(lint.check(tmp_path / "shared", "tiny-llama"))
     assert {engine for engine, whether in verdict.items() if whether} == engines
@@ -1190,14 +1190,14 @@ def test_a_draft_model_must_fit_its_target(tmp_path: Path, conversations: Path) 
     config = json.loads((run / "last" / "config.json").read_text())
     for change, rule in (({"vocab_size": 100}, "vocabulary"), ({"pard_token": 10**6}, "pard_token")):
         (run / "last" / "config.json").write_text(json.dumps(config | change))
-        found = lint.check(run / "last", "tiny-llama")
-        assert any(f.engine == "vllm" and f.severity == "error" and f.rule == rule for f in found), found
+        findings = lint.check(run / "last", "tiny-llama")
+        assert any(f.engine == "vllm" and f.severity == "error" and f.rule == rule for f in findings), findings
 
 
 def test_modules_of_a_target_that_no_engine_has_a_class_for(tmp_path: Path, conversations: Path, share: Cli) -> None:
     """MTP trained for a Llama: refused with the reason, and nothing is left behind; its own format is fine."""
-    whole = ("train.drafter.draft_vocab_size=null", "train.init.train_lm_head=false")
-    run = trained_by("mtp", tmp_path, conversations, *whole)
+    options = ("train.drafter.draft_vocab_size=null", "train.init.train_lm_head=false")
+    run = trained_by("mtp", tmp_path, conversations, *options)
     refused = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
     assert refused.code == 1
     assert "model_type 'llama' has no class" in " ".join(refused.out.replace("│", " ").split())
@@ -1206,7 +1206,7 @@ def test_modules_of_a_target_that_no_engine_has_a_class_for(tmp_path: Path, conv
     assert checkpoint.method_of(tmp_path / "native") == "mtp"
 
 
-def test_a_drafter_says_its_own_method(tmp_path: Path, run: Path, conversations: Path, share: Cli) -> None:
+def test_a_drafter_names_its_method(tmp_path: Path, run: Path, conversations: Path, share: Cli) -> None:
     """Where the command line has no method=, in our format and in a foreign one; where it has one, that counts."""
     assert share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'raw'}").code == 0
     pard = trained_by("pard", tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
@@ -1248,12 +1248,12 @@ def of(findings: list[lint.Finding], engine: str, severity: str = "error") -> st
 def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Every tensor that is missing, renamed or of another shape is found by name; the published ones are as wanted."""
     config = json.loads((ships(name) / "config.json").read_text())
-    told = {"num_nextn_predict_layers": len(shipped.traces(config, set(hf_common.shapes_of(ships(name)))))}
-    whole = changed(ships(name), tmp_path / "whole", lambda held: None)
-    edited(whole, **told)
-    assert verdict(whole) == {"vllm", "sglang"}, lint.check(whole)
-    assert "names and shapes as vLLM 0.32, 0.33 wants" in of(lint.check(whole), "vllm", "ok")
-    names = sorted(shipped.module_tensors(whole, config))
+    counts = {"num_nextn_predict_layers": len(shipped.traces(config, set(hf_common.shapes_of(ships(name)))))}
+    complete = changed(ships(name), tmp_path / "whole", lambda held: None)
+    edited(complete, **counts)
+    assert verdict(complete) == {"vllm", "sglang"}, lint.check(complete)
+    assert "names and shapes as vLLM 0.32, 0.33 wants" in of(lint.check(complete), "vllm", "ok")
+    names = sorted(shipped.module_tensors(complete, config))
     optional = ("embed_tokens.weight", "shared_head.head.weight")
     for i, key in enumerate(names):
         if key.endswith(optional) or (".experts." in key and ".experts.1." not in key):
@@ -1264,34 +1264,34 @@ def test_modules_are_held_against_the_targets_layer(name: str, ships: Callable[[
             if how:
                 held[key if how == 1 else key + "s"] = torch.cat([tensor, tensor])
 
-        bad = changed(whole, tmp_path / f"bad-{i}", spoil)
+        bad = changed(complete, tmp_path / f"bad-{i}", spoil)
         assert f"{key}" in of(lint.check(bad), "vllm"), (key, lint.check(bad))
         assert not {"vllm", "sglang"} & verdict(bad)
 
 
 def test_modules_that_the_config_counts_otherwise(ships: Callable[[str], Path], tmp_path: Path) -> None:
-    whole = ships("deepseek-moe")
-    two = edited(changed(whole, tmp_path / "two", lambda held: None), num_nextn_predict_layers=2)
+    complete = ships("deepseek-moe")
+    two = edited(changed(complete, tmp_path / "two", lambda held: None), num_nextn_predict_layers=2)
     assert "num_nextn_predict_layers=2 in config.json, and the weights hold 1" in of(lint.check(two), "vllm")
-    dropped = changed(whole, tmp_path / "dropped", lambda held: [held.pop(key) for key in list(held) if ".layers.3." in key])
+    dropped = changed(complete, tmp_path / "dropped", lambda held: [held.pop(key) for key in list(held) if ".layers.3." in key])
     assert "[num_nextn_predict_layers]" in of(lint.check(dropped), "vllm")
     assert not verdict(dropped)
-    packed = edited(changed(whole, tmp_path / "packed", lambda held: None), quantization_config={"quant_method": "fp8"})
-    found = lint.check(packed)
-    assert "[not compared]" in of(found, "vllm", "warning")
-    assert not of(found, "vllm", "ok")
+    packed = edited(changed(complete, tmp_path / "packed", lambda held: None), quantization_config={"quant_method": "fp8"})
+    findings = lint.check(packed)
+    assert "[not compared]" in of(findings, "vllm", "warning")
+    assert not of(findings, "vllm", "ok")
 
 
 def test_an_output_layer_of_a_module_is_lost(ships: Callable[[str], Path], tmp_path: Path, one_line: Any) -> None:
     """Engines give modules the target's output layer."""
     key = "model.layers.3.shared_head.head.weight"
-    own = changed(ships("deepseek-moe"), tmp_path / "own", lambda held: held[key].add_(0.3))
+    directory = changed(ships("deepseek-moe"), tmp_path / "own", lambda held: held[key].add_(0.3))
     for engine in ("vllm", "sglang"):
-        assert "[lm_head] shared_head.head is not the target's" in of(lint.check(own), engine)
-    made = shipped.read(own)
-    target = CausalLM(own, "float32", "cpu")
+        assert "[lm_head] shared_head.head is not the target's" in of(lint.check(directory), engine)
+    drafter = shipped.read(directory)
+    target = CausalLM(directory, "float32", "cpu")
     (tmp_path / "out").mkdir()
-    one_line(lambda: checkpoint.write(made, tmp_path / "out", "vllm", target), "train.init.train_lm_head=false")
+    one_line(lambda: checkpoint.write(drafter, tmp_path / "out", "vllm", target), "train.init.train_lm_head=false")
 
 
 def test_experts_of_unequal_shapes(ships: Callable[[str], Path], tmp_path: Path, one_line: Any) -> None:
@@ -1357,10 +1357,10 @@ def test_what_is_not_finite_is_not_loaded(tmp_path: Path, one_line: Any) -> None
     held["norm.weight"][3] = torch.inf
     save_file(held, tmp_path / "native" / "model.safetensors")
     one_line(lambda: checkpoint.load(tmp_path / "native"), "norm.weight holds nan or inf")
-    made = trained("eagle3")
-    assert made.tensors is not None
-    made.tensors["norm.weight"] = torch.full((HIDDEN,), torch.nan)
-    one_line(lambda: Eagle3(loaded(), made, 1), "norm.weight holds nan or inf")
+    drafter = trained("eagle3")
+    assert drafter.tensors is not None
+    drafter.tensors["norm.weight"] = torch.full((HIDDEN,), torch.nan)
+    one_line(lambda: Eagle3(loaded(), drafter, 1), "norm.weight holds nan or inf")
     lm = changed(hub.resolve("tiny-llama"), tmp_path / "lm", spoiled)
     one_line(lambda: causal_lm.load(lm), "holds nan or inf")
 
@@ -1376,29 +1376,29 @@ def test_a_target_that_cannot_be_read_is_no_fault_of_the_drafter(tmp_path: Path,
 
 
 def test_num_depths_of_a_peagle_comes_back(tmp_path: Path, one_line: Any) -> None:
-    made = trained("peagle")
-    made.config["num_depths"] = 4
+    drafter = trained("peagle")
+    drafter.config["num_depths"] = 4
     for engine in ("vllm", "speculators"):
         (tmp_path / engine).mkdir()
-        checkpoint.write(made, tmp_path / engine, engine, loaded(), None, 4)
-        same(checkpoint.load(tmp_path / engine), made)
+        checkpoint.write(drafter, tmp_path / engine, engine, loaded(), None, 4)
+        same(checkpoint.load(tmp_path / engine), drafter)
         config = json.loads((tmp_path / engine / "config.json").read_text())
         assert config["specdec"]["num_depths"] == 4
         del config["specdec"]["num_depths"]
         (tmp_path / engine / "config.json").write_text(json.dumps(config | {"num_depths": 4}))
-        same(checkpoint.load(tmp_path / engine), made)
+        same(checkpoint.load(tmp_path / engine), drafter)
         edited(tmp_path / engine, num_depths=0)
         one_line(lambda engine=engine: checkpoint.load(tmp_path / engine), "num_depths", "1..")
-    told = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]
-    assert told["proposal_methods"][0]["speculative_tokens"] == 4
+    section = json.loads((tmp_path / "speculators" / "config.json").read_text())["speculators_config"]
+    assert section["proposal_methods"][0]["speculative_tokens"] == 4
     edited(written(tmp_path / "eagle3", "eagle3", "vllm"), num_depths=4)
     one_line(lambda: checkpoint.load(tmp_path / "eagle3"), "num_depths=4", "P-EAGLE")
 
 
 def test_what_a_pard_says_of_itself_is_looked_at(tmp_path: Path, one_line: Any) -> None:
     lm = edited(changed(hub.resolve("tiny-llama"), tmp_path / "lm", lambda held: None), pard_token=259)
-    for told in ({"num_depths": "four"}, {"num_depths": 0}, {"num_depths": True}, [4]):
-        edited(lm, specdec=told)
+    for value in ({"num_depths": "four"}, {"num_depths": 0}, {"num_depths": True}, [4]):
+        edited(lm, specdec=value)
         one_line(lambda: causal_lm.load(lm, None, "pard"), "should be an integer of 1 or more")
         one_line(lambda: method.build("pard", loaded(), model=str(lm), num_speculative_tokens=2))
     edited(lm, specdec=None, pard_token="x")
@@ -1440,8 +1440,8 @@ def test_an_evaluation_must_be_of_this_drafter(run: Path, evaluation: Path, shar
 
     def shared(i: int, **changes: Any) -> Any:
         (tmp_path / f"eval-{i}").mkdir()
-        told = summary | changes
-        (tmp_path / f"eval-{i}" / "summary.json").write_text(json.dumps(told))
+        changed_summary = summary | changes
+        (tmp_path / f"eval-{i}" / "summary.json").write_text(json.dumps(changed_summary))
         return share(f"checkpoint={run}", f"out=out-{i}", f"eval=eval-{i}")
 
     def of_model(name: Any) -> dict[str, Any]:
@@ -1462,9 +1462,9 @@ def test_an_evaluation_must_be_of_this_drafter(run: Path, evaluation: Path, shar
 @pytest.mark.parametrize(("name", "key", "most"), [("peagle", "num_depths", 4), ("mlp", "n_predict", 3)])
 def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
-    made = trained(name)
-    made.config[key] = most
-    native.save(tmp_path / "ours", made, {}, "")
+    drafter = trained(name)
+    drafter.config[key] = most
+    native.save(tmp_path / "ours", drafter, {}, "")
     error = share("checkpoint=ours", "out=x", f"num_speculative_tokens={most + 1}").error
     assert f"num_speculative_tokens={most + 1} is over the {most} of this drafter ({key})" in error
     done = share("checkpoint=ours", "out=x", f"num_speculative_tokens={most}")
@@ -1487,8 +1487,8 @@ def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
 def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
-    for i, (given, count) in enumerate((((), 3), (("num_speculative_tokens=7",), 7))):
-        done = share("checkpoint=ours", "format=speculators", f"out=out-{i}", *given)
+    for i, (arguments, count) in enumerate((((), 3), (("num_speculative_tokens=7",), 7))):
+        done = share("checkpoint=ours", "format=speculators", f"out=out-{i}", *arguments)
         assert done.code == 0, done.err
         config = json.loads((tmp_path / f"out-{i}" / "config.json").read_text())
         assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
@@ -1531,8 +1531,8 @@ def test_a_serve_command_names_a_target_that_engines_find(share: Cli, tmp_path: 
         shutil.rmtree(tmp_path / "ours", ignore_errors=True)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         (tmp_path / "ours").mkdir()
-        made = trained("eagle3")
-        native.save(tmp_path / "ours", replace(made, target=made.target | {"name": name}), {}, "")
+        drafter = trained("eagle3")
+        native.save(tmp_path / "ours", replace(drafter, target=drafter.target | {"name": name}), {}, "")
         done = share("checkpoint=ours", "out=out")
         assert done.code == 0, done.err
         assert f"vllm serve {here} --speculative-config" in done.out
@@ -1540,7 +1540,7 @@ def test_a_serve_command_names_a_target_that_engines_find(share: Cli, tmp_path: 
         assert f"--model-path {card} " in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_command_names_the_directory_as_it_was_given(share: Cli, tmp_path: Path) -> None:
+def test_a_command_names_the_directory_as_on_the_command_line(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
     for out in ("some/where", str(tmp_path / "far")):
@@ -1558,9 +1558,9 @@ def test_a_draft_model_for_another_target_has_no_numbers(conversations: Path, sh
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Not measured." in card
     assert "measured on tiny-llama, which says nothing about tiny-qwen3" in card
-    told = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    assert told["identity"]["target"] == "tiny-llama"
-    assert told["shared"]["command"]
+    provenance = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert provenance["identity"]["target"] == "tiny-llama"
+    assert provenance["shared"]["command"]
 
 
 # ------------------------------------------------------------------------- what a checkpoint may not say
@@ -1635,7 +1635,7 @@ def test_an_index_gives_each_tensor_a_file(placed: Any, tmp_path: Path, one_line
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "\0", '{"a": ' + "9" * 5000 + "}"])
-def test_json_that_no_parser_takes(text: str, tmp_path: Path, one_line: Any) -> None:
+def test_json_that_no_parser_reads(text: str, tmp_path: Path, one_line: Any) -> None:
     directory = native_eagle3(tmp_path / "drafter")
     (directory / "config.json").write_text(text)
     for action in (native.load, checkpoint.load, checkpoint.method_of, hf_common.read_config):
@@ -1653,7 +1653,7 @@ def test_json_that_no_parser_takes(text: str, tmp_path: Path, one_line: Any) -> 
         ("out=''", "out=''"),
     ],
 )
-def test_share_takes_what_its_keys_are(argument: str, words: str, share: Cli) -> None:
+def test_share_checks_the_types_of_its_keys(argument: str, words: str, share: Cli) -> None:
     assert words in share("checkpoint=x", *([] if argument.startswith("out=") else ["out=y"]), argument).error
 
 

