@@ -1,5 +1,5 @@
-"""User turns that the target makes up (Magpie, 2406.08464): it continues the text that its template puts before a user turn, and
-stops where a turn ends. Openings, a text that a turn begins with, steer what the turns are about.
+"""User turns that the target makes up (Magpie, 2406.08464): it continues the text that its template puts before a user turn,
+and stops where a turn ends. Openings, a text that a turn begins with, steer what the turns are about.
 """
 
 from __future__ import annotations
