@@ -64,22 +64,22 @@ class StepRecord:
         }
 
 
-OnStep = Callable[[StepRecord, list[Step]], object]
+OnStep = Callable[[StepRecord, Step | None], object]
 
 
 def warm_up(engine: Engine, num_tokens: int = 8, num_prompt: int = 64) -> None:
     """Decode made-up prompts in every row, so that one-time work (memory, compilation) is not measured. The proposer forgets
     their answers."""
-    policy = engine.policy
-    engine.policy = None
+    # an engine beside it, so that its policy learns nothing
+    limits = (engine.max_batch_size, engine.max_model_len, engine.prefill_chunk_size)
+    beside = Engine(engine.target, engine.proposer, engine.verifier, *limits, cache=engine.cache)
     room = min(engine.max_model_len, num_prompt + num_tokens)
     params = SamplingParams(temperature=0, max_tokens=min(num_tokens, room - 1), ignore_eos=True)
     # the prompt repeats itself, so that lookups draft
     ids = (np.arange(max(room - num_tokens, 1)) % min(8, engine.target.vocab_size)).tolist()
-    for _ in engine.run(Request(f"warm-up {row}", ids, params, row) for row in range(engine.max_batch_size)):
+    for _ in beside.run(Request(f"warm-up {row}", ids, params, row) for row in range(engine.max_batch_size)):
         pass
-    engine.policy = policy
-    getattr(engine.proposer, "reset", lambda: None)()
+    engine.proposer.reset()
     # a collection over all loaded objects takes a quarter of a second, and would fall into some request's first token
     gc.collect()
     gc.freeze()
@@ -110,7 +110,7 @@ class Stopwatch:
 def run_open_loop(
     engine: Engine,
     timed: Iterable[tuple[float, Request]],
-    on_step: OnStep = lambda record, steps: None,
+    on_step: OnStep = lambda record, step: None,
     one_at_a_time: bool = False,
 ) -> Generator[tuple[float, float, Request]]:
     """Add each request to the engine when it arrives, and yield (arrival_s, added_s, request) as each finishes, in seconds from
@@ -132,12 +132,11 @@ def iterate_steps(
     requests = iter(timed)
     upcoming = next(requests, None)
     in_flight: dict[str, tuple[float, float]] = {}
-    sleep = engine.now.sleep if isinstance(engine.now, Stopwatch) else time.sleep
-    engine.steps = []
-    begin = engine.now()
+    sleep = engine.clock.sleep if isinstance(engine.clock, Stopwatch) else time.sleep
+    begin = engine.clock()
     try:
         while upcoming is not None or in_flight:
-            now_s = engine.now() - begin
+            now_s = engine.clock() - begin
             while upcoming is not None and (not in_flight if one_at_a_time else upcoming[0] <= now_s):
                 arrival_s, request = upcoming
                 assert request.id not in in_flight, f"two requests are called {request.id}"
@@ -149,13 +148,12 @@ def iterate_steps(
                 assert upcoming is not None
                 sleep(upcoming[0] - now_s)
                 continue
-            step_begin = engine.now()
+            step_begin = engine.clock()
             finished = engine.step()
-            step_end = engine.now()
-            steps = engine.steps
-            engine.steps = []
+            step_end = engine.clock()
+            step = engine.last_step
             record = StepRecord(step_end - begin, step_end - step_begin, len(engine.waiting), engine.num_running)
-            for step in steps:
+            if step is not None:
                 record.rows = len(step.drafted_B)
                 record.drafted = int(step.made_B.sum())
                 record.verified = int(step.drafted_B.sum())
@@ -163,10 +161,9 @@ def iterate_steps(
                 record.emitted = int(step.emitted_B.sum())
                 record.draft_s = step.draft_s
                 record.verify_s = step.verify_s
-            on_step(record, steps)
+            on_step(record, step)
             yield [(*in_flight.pop(request.id), request) for request in finished]
     finally:
-        engine.steps = None
         if in_flight:
             engine.abort_all()
 
@@ -209,8 +206,9 @@ class RunRecord:
     answered: dict[str, list[int]] = field(default_factory=dict)
     clock_s: float = 0.0
 
-    def add_steps(self, record: StepRecord, steps: list[Step]) -> None:
-        self.steps += steps
+    def add_step(self, record: StepRecord, step: Step | None) -> None:
+        if step is not None:
+            self.steps.append(step)
 
     def add(self, timing: RequestTiming, request: Request) -> None:
         name = request.id
@@ -263,10 +261,11 @@ def run_interleaved(
         for name in names[first:] + names[:first]:
             requests = list(make_requests(engines[name].target, piece, arrivals, params, seed))
             task_of |= {request.id: task for _, request, task in requests}
-            clocks[name] = Stopwatch()
-            engines[name].now = clocks[name]
+            clock = engines[name].clock
+            assert isinstance(clock, Stopwatch), f"engine {name} needs a Stopwatch as its clock"
+            clocks[name] = clock
             timed = [(arrival_s, request) for arrival_s, request, _ in requests]
-            running[name] = iterate_steps(engines[name], timed, records[name].add_steps, one_at_a_time)
+            running[name] = iterate_steps(engines[name], timed, records[name].add_step, one_at_a_time)
         begin_s = {name: records[name].clock_s for name in names}
         try:
             while running:
@@ -282,7 +281,7 @@ def run_interleaved(
                         records[name].add(timing, request)
                         yield name, task_of[request.id], timing, request
         finally:
-            for steps in running.values():
-                steps.close()
+            for iterator in running.values():
+                iterator.close()
         for name in names:
             records[name].clock_s = max(timing.finished_s for timing in records[name].timings)

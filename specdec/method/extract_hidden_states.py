@@ -28,6 +28,7 @@ class ExtractHiddenStates(StatelessProposer):
     include_output_tokens: write the answer too, but for its last token, which the target never processes.
     """
 
+    name = "extract_hidden_states"
     facts = MethodFacts(drafts=False)
 
     @classmethod
@@ -70,8 +71,7 @@ class ExtractHiddenStates(StatelessProposer):
 
     def propose(self, context: Context) -> Draft:
         self.catch_up(context)
-        nothing = context.last_token_B.new_zeros(len(context.rows), 0)
-        return Draft(nothing, torch.zeros(len(context.rows), dtype=torch.int64))
+        return Draft.empty(len(context.rows), context.last_token_B.device)
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec import hub, method, rejection
 from specdec.checkpoint import causal_lm
-from specdec.core import Request
+from specdec.core import Policy, Request
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Sample
 from specdec.engine import Engine
@@ -27,16 +27,16 @@ from support.table import TableLM
 
 NAN = float("nan")
 INF = float("inf")
-BAD = 4  # the token after which the table has no law
+BAD = 4  # the token after which the table has no distribution
 VOCAB = 6
 
 
-def table(bad_law: list[float]) -> TableLM:
+def table(bad_logits: list[float]) -> TableLM:
     """From token t to t + 1, almost always; after BAD comes the given line of logits."""
     logits = np.full((VOCAB + 1, VOCAB, VOCAB), -8.0)
     for token in range(VOCAB):
         logits[:, token, (token + 1) % VOCAB] = 8.0
-    logits[:, BAD] = bad_law
+    logits[:, BAD] = bad_logits
     return TableLM(logits, "counting", 64)
 
 
@@ -44,8 +44,10 @@ def request(name: str, ids: list[int], **params: Any) -> Request:
     return Request(name, ids, SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params}))
 
 
-def engine(target: CausalLM, name: str = "none", scheme: str = "standard", rows: int = 3, **settings: Any) -> Engine:
-    return Engine(target, method.build(name, target, **settings), rejection.build(scheme), max_batch_size=rows)
+def engine(
+    target: CausalLM, name: str = "none", scheme: str = "standard", rows: int = 3, policy: Policy | None = None, **settings: Any
+) -> Engine:
+    return Engine(target, method.build(name, target, **settings), rejection.build(scheme), max_batch_size=rows, policy=policy)
 
 
 SPOILED = {
@@ -67,18 +69,17 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("law", SPOILED)
+@pytest.mark.parametrize("distribution", SPOILED)
 @pytest.mark.parametrize("params", WAYS)
 @pytest.mark.parametrize(("name", "settings"), METHODS, ids=["none", "ngram"])
-def test_the_first_step_without_a_law_ends_the_run(
-    law: str, params: str, name: str, settings: dict[str, Any], one_line: Callable[..., str]
+def test_the_first_step_without_a_distribution_ends_the_run(
+    distribution: str, params: str, name: str, settings: dict[str, Any], one_line: Callable[..., str]
 ) -> None:
     """Row b comes to token 4 at its own time; its mates are fine. The line has the request, how far it was, and what to do."""
-    target = table(SPOILED[law])
+    target = table(SPOILED[distribution])
     good = [5, 0, 1]
     bad = [0, 1, 2]
     run = engine(target, name, **settings)
-    run.steps = []
     requests = [request("a", good, max_tokens=4), request("b", bad, **WAYS[params]), request("c", good, max_tokens=4)]
     words = ("request b, after 5 tokens", "logits of counting are not finite (nan or inf) in float32", "fetch the model again")
     one_line(lambda: list(run.run(requests)), *words)
@@ -94,7 +95,7 @@ def test_a_prompt_may_be_all_that_it_takes(params: str, one_line: Callable[..., 
 @pytest.mark.parametrize("scheme", ["standard", "block", "match"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_token_that_is_never_said_is_no_fault(scheme: str, temperature: float) -> None:
-    """-inf for some tokens is a law."""
+    """-inf for some tokens is a distribution."""
     run = engine(table([-INF, -INF, -INF, -INF, -INF, 3.0]), scheme=scheme)
     (done,) = run.run([request("a", [0, 1, 2], temperature=temperature, max_tokens=4)])
     assert done.output_token_ids == [3, 4, 5, 0]
@@ -114,8 +115,8 @@ def test_settings_that_leave_no_token_are_not_the_models_fault(one_line: Callabl
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_min_tokens_forbids_is_looked_at_too(temperature: float, one_line: Callable[..., str]) -> None:
     run = engine(table([0.0, 0.0, 1.0, 0.0, 0.0, NAN]))
-    asked = request("a", [0, 1, 2], temperature=temperature, min_tokens=8, stop_token_ids=[5])
-    one_line(lambda: list(run.run([asked])), "request a, after 5 tokens", "logits of counting are not finite")
+    limited = request("a", [0, 1, 2], temperature=temperature, min_tokens=8, stop_token_ids=[5])
+    one_line(lambda: list(run.run([limited])), "request a, after 5 tokens", "logits of counting are not finite")
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +161,9 @@ def test_adaptive_verification_hides_no_drafter_without_numbers(
 ) -> None:
     """The policy would verify nothing of such a draft, and nobody would ever hear of it."""
     target = CausalLM("tiny-qwen3", "float32", "cpu")
-    run = engine(target, "draft_model", model=spoiled, **DRAFTED["draft_model, drawn"])
-    run.proposer.return_confidence = True
     costs = CostTable([1, 4], [0, 1, 3], [[0.01, 0.011, 0.013], [0.011, 0.014, 0.02]], [[0.0, 0.001, 0.003]] * 2, {})
-    run.policy = Adaptive(costs, 3, 3, auto=False, prunes=True, num_confidence_features=run.proposer.num_confidence_features)
+    deciding = Adaptive(costs, 3, 3, auto=False, prunes=True, num_confidence_features=1)
+    run = engine(target, "draft_model", policy=deciding, model=spoiled, **DRAFTED["draft_model, drawn"])
     requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
     one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", "not finite")
 
@@ -183,7 +183,7 @@ def test_a_drafter_without_numbers(name: str, temperature: float, one_line: Call
             {"method": "draft_model", "num_speculative_tokens": 2, "model": str(target.path)},
         ]
         run.proposer = method.build("hybrid", target, num_speculative_tokens=2, proposers=parts)
-        run.proposer.turns[1].proposer = drafter
+        run.proposer.components[1].proposer = drafter
         run.proposer.compose()
     who = "draft_model" if name == "hybrid" else "eagle3"
     requests = [request(i, [70, 71, 72], temperature=temperature) for i in "ab"]
@@ -230,12 +230,12 @@ def test_integers_where_a_model_has_numbers(prefix: str, copied: Path, one_line:
     key = f"{prefix}norm.weight"
     save_file({f"{prefix}{k.removeprefix('model.')}": v for k, v in load_file(path).items()}, path, {"format": "pt"})
     CausalLM(copied, "float32", "cpu")
-    whole = path.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + length])
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
     header[key]["dtype"] = "I32"
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     one_line(lambda: CausalLM(copied, "float32", "cpu"), f"{key} is of type I32", "fetch the model again")
 
 
