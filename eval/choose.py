@@ -49,7 +49,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     for name, plan in plans.items():
         try:
             built[name] = plan.build(target)
-            engines[name] = Engine(target, *built[name], **cfg.engine)
+            engines[name] = Engine(target, *built[name], **cfg.engine, clock=serving.Stopwatch())
             tasks.prepare(engines[name], chosen, params)
         except ValueError as error:
             raise ValueError(f"run {name!r}: {error}") from None
@@ -83,8 +83,11 @@ def run(cfg: Choose) -> dict[str, Any]:
     def afresh() -> None:
         """Nothing that a method learned counts twice: the same prompts come again."""
         for name, (proposer, _) in built.items():
-            getattr(proposer, "reset", lambda: None)()
-            engines[name].policy = plans[name].policy.build(target, proposer, rows)
+            proposer.reset()
+            policy = plans[name].policy.build(target, proposer, rows)
+            engines[name] = Engine(
+                target, *built[name], **cfg.engine, cache=engines[name].cache, policy=policy, clock=serving.Stopwatch()
+            )
 
     capacity = None
     if any(not isinstance(level, str) for level in levels):

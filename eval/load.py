@@ -49,7 +49,8 @@ def run(cfg: Load) -> dict[str, Any]:
     longest = [params.model_copy(update={"max_tokens": a.max_tokens}) for a in coming if a.max_tokens]
     for own in [params, *sorted(longest, key=lambda own: own.max_tokens)[-1:]]:
         tasks.prepare(engine, chosen, own)
-    engine.policy = plan.policy.build(target, proposer, cfg.max_batch_size)
+    policy = plan.policy.build(target, proposer, cfg.max_batch_size)
+    engine = Engine(target, proposer, verifier, cache=engine.cache, policy=policy, **cfg.engine)
     identity = records.run_identity(target, chosen, params, cfg.seed, scheme) | {
         "method": name,
         "speculative_config": plan.config.as_dict(),
@@ -81,7 +82,7 @@ def run(cfg: Load) -> dict[str, Any]:
 
         def told(turn: serving.StepRecord, _: Any) -> None:
             nonlocal began
-            began = engine.now() - turn.at_s
+            began = engine.clock() - turn.at_s
             steps.add(turn.row())
             advance(0, f"{turn.waiting} waiting, {turn.running} running")
 
@@ -92,7 +93,7 @@ def run(cfg: Load) -> dict[str, Any]:
                 rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
                 advance()
         except KeyboardInterrupt as error:
-            interrupted, stopped_s, exit_code = True, engine.now() - began, script.exit_code(error)
+            interrupted, stopped_s, exit_code = True, engine.clock() - began, script.exit_code(error)
             num_not_due = sum(arrival.at_s > stopped_s for arrival in coming)
             sent.close()
     rows.close()

@@ -63,8 +63,11 @@ def run(cfg: Eval) -> dict[str, Any]:
     if cfg.baseline and name != method.PLAIN:
         passes.insert(0, (out_dir / "baseline.jsonl", method.build(method.PLAIN, target), rejection.build("standard")))
     cache = target.new_cache()
-    engines = [Engine(target, own, judge, cache=cache, **cfg.engine) for _, own, judge in passes]
-    engines[-1].policy = plan.policy.build(target, proposer, cfg.max_batch_size)
+    policies = [None, plan.policy.build(target, proposer, cfg.max_batch_size)][-len(passes) :]
+    engines = [
+        Engine(target, pass_proposer, pass_verifier, cache=cache, policy=policy, **cfg.engine)
+        for (_, pass_proposer, pass_verifier), policy in zip(passes, policies, strict=True)
+    ]
     for engine in engines:
         tasks.prepare(engine, chosen, params)
     names = [method.PLAIN, name][-len(passes) :]
@@ -123,14 +126,14 @@ def run(cfg: Eval) -> dict[str, Any]:
     if isinstance(two_vocabularies, shared_vocab.SharedVocab):
         summary["vocabulary"] = two_vocabularies.coverage(method_rows.answered.values())
     records.write_json(out_dir / "summary.json", summary)
-    num_draft = f"{'up to ' if engines[-1].policy else ''}{proposer.num_speculative_tokens}"
+    num_draft = f"{'up to ' if policies[-1] else ''}{proposer.num_speculative_tokens}"
     title = f"{name} (K={num_draft}, {scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
     more = [line] if (line := run_report.speedup_line(summary["overall"])) else []
     console.show(*run_report.tables(summary, title), *more, f"lossless: {said}")
     if summary["busy"]:
         console.show(run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"] if timed_on_cpu else None))
-    if scheme == "block" and not getattr(proposer, "probabilistic", False):
+    if scheme == "block" and not proposer.needs_uniforms:
         console.show(
             "note: these drafts are deterministic, for which block verification has the law of standard; nothing is gained"
         )

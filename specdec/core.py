@@ -1,4 +1,23 @@
-"""Records that travel between the stages, and the protocols that the stages keep.
+"""Records that travel between the stages of decoding, and the protocols that the stages keep.
+
+Glossary:
+    target       the model whose output is wanted, as plain sampling would give it
+    drafter      what guesses the next tokens: a trained module, another language model or a lookup; `Proposer` is its protocol
+    draft        the guessed tokens of a row, a chain or a tree; the nodes of a tree are tokens too
+    verify       hold a draft against the target's probabilities of one forward over it
+    accepted     draft tokens that verification keeps, a prefix of the chain or a path of the tree
+    recovered    the token that follows a rejection, sampled from what the draft left of the target's distribution
+    bonus        the token that follows a draft that was accepted as a whole
+    committed    tokens of a row that are final: prompt, accepted, recovered and bonus tokens
+    emitted      tokens that a step commits: the accepted ones and one more, fewer where a stop rule cuts
+    pruned       tokens that were drafted and are not verified, because a policy cut the draft short
+    step         one round of draft, forward, verify and commit, over all active rows
+    row          line of the caches that a request holds from its prefill to its end
+    slot         place of a row in a cache, which holds K and V of one token
+    position     place of a token in its text, prompt included, from 0; what RoPE and sliding windows read
+    uniforms     random numbers in [0, 1), a function of the request's seed: the only source of randomness
+    confidence   numbers about a draft token that say how likely it is to be accepted
+    K            num_speculative_tokens, the most tokens of a draft
 
 Shape suffixes used in every file:
     B  active rows of a step          L  committed tokens of a row
@@ -6,13 +25,16 @@ Shape suffixes used in every file:
     M  tokens of a row in one forward N  tokens of one forward, all rows laid end to end
     V  vocabulary                     D  width of a hidden state
     T  tapped layers                  R  rows of a cache
-Letters of their laws: p is the target's, q is the drafter's.
+    S  slots of a row                 F  features: numbers of confidence
+    H  query heads                    G  key heads, which groups of query heads share
+    W  width of a head
+Letters of probabilities: p is the target's, q is the drafter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -25,18 +47,20 @@ from specdec.params import SamplingParams
 
 @dataclass
 class Draft:
-    """What a proposer offers.
+    """Tokens that a proposer drafts, a chain or a tree for each row.
 
     token_BK: int64, on the model's device; entries at or beyond the row's length are padding.
     length_B: int64, on the host, 0..K: lengths decide shapes, so reading them must not wait for a device.
-    q_BKV: the exact law that each token was drawn from; None says deterministic (the law is one-hot).
-    parent_BK: for trees; a chain has none.
-    confidence_BKF: float32, F numbers that tell how likely each token is to stand, given that those before it do, if the
-        proposer's `return_confidence` was set; a weighed sum of them stands for log-odds. Of a law, the log-odds of its likeliest
-        token, never of the one that was drawn: what is cut by its own value leaves a biased output. 0 means nothing is known.
+    q_BKV: the exact distribution that each token was drawn from; None: deterministic (the distribution is one-hot).
+    parent_BK: int64, on the host: the place of each node's parent in the row's tree, before its own; -1: it follows the last
+        committed token. Nodes are ordered so that the first n are a good tree of that size. None: a chain, whose parents are
+        -1, 0, 1, ...
+    confidence_BKF: float32, if the context asks for it: F numbers that say how likely each token is to be accepted, given that
+        those before it are; a weighted sum of them models its log-odds. Of a distribution, the log-odds of its likeliest token,
+        never of the one that was drawn: pruning by a drawn token's own value biases the output. 0 means that nothing is known.
+    proposer_B: of a composed proposer, the name of the component that drafted each row.
+    num_model_drafted_B: on the host; of a composed proposer, tokens of each row that its `cost_proposer` drafted.
     finite_BK: whether the logits that each token was chosen from were free of nan and inf; None where there were none.
-    proposer_B: which part of a composed proposer made each row's draft, by name.
-    num_model_drafted_B: of a composed proposer, tokens of each row that its cost_proposer part drafted, the one that cost tables are of.
     """
 
     token_BK: Tensor
@@ -45,60 +69,101 @@ class Draft:
     parent_BK: Tensor | None = None
     confidence_BKF: Tensor | None = None
     proposer_B: list[str] | None = None
-    num_model_drafted_B: np.ndarray | None = None
+    num_model_drafted_B: Tensor | None = None
     finite_BK: Tensor | None = None
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device | str = "cpu") -> Draft:
+        """No tokens for any row."""
+        token_BK = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
+        return cls(token_BK, torch.zeros(num_rows, dtype=torch.int64))
+
+    def check_tree(self, source: str) -> None:
+        """Raise ValueError, one line, if a node's parent is not before it. source: what made the draft."""
+        if self.parent_BK is not None:
+            place_K = torch.arange(self.parent_BK.shape[1])
+            is_wrong_BK = ((self.parent_BK < -1) | (self.parent_BK >= place_K)) & (place_K < self.length_B.unsqueeze(1))
+            if is_wrong_BK.any():
+                b, k = is_wrong_BK.nonzero()[0].tolist()
+                raise ValueError(
+                    f"{source}: node {k} of row {b} has parent {int(self.parent_BK[b, k])}; it must be -1 or a node before it"
+                )
 
     def cut(self, length_B: np.ndarray) -> Draft:
         """The first so many tokens of each row's draft, and no more columns than these need."""
-        most = int(length_B.max(initial=0))
-        names = ("token_BK", "q_BKV", "confidence_BKF", "finite_BK")
-        columns = {name: x[:, :most] for name in names if (x := getattr(self, name)) is not None}
+        width = int(length_B.max(initial=0))
+        names = ("token_BK", "q_BKV", "parent_BK", "confidence_BKF", "finite_BK")
+        columns = {name: x[:, :width] for name in names if (x := getattr(self, name)) is not None}
         return replace(self, length_B=torch.from_numpy(length_B), **columns)
+
+    def select_rows(self, place_B: np.ndarray) -> Draft:
+        """The drafts of some of the rows, by their places."""
+        if len(place_B) == len(self.length_B):
+            return self
+        return self._by_row(
+            lambda x: x[torch.from_numpy(place_B).to(x.device, non_blocking=True)], lambda names: [names[b] for b in place_B]
+        )
 
     def scatter_rows(self, place_B: np.ndarray, num_rows: int) -> Draft:
         """The same drafts as those of rows `place_B` of `num_rows`; the others have none."""
         if len(place_B) == num_rows:
             return self
-        at_B = torch.from_numpy(place_B)
 
-        def spread(x: Tensor) -> Tensor:
-            return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, at_B.to(x.device, non_blocking=True), x)
+        def scatter(x: Tensor) -> Tensor:
+            at_B = torch.from_numpy(place_B).to(x.device, non_blocking=True)
+            return x.new_zeros(num_rows, *x.shape[1:]).index_copy_(0, at_B, x)
 
-        names = None
-        if self.proposer_B is not None:
-            names = [""] * num_rows
-            for b, name in zip(place_B, self.proposer_B, strict=True):
-                names[b] = name
-        return Draft(
-            spread(self.token_BK),
-            spread(self.length_B),
-            None if self.q_BKV is None else spread(self.q_BKV),
-            confidence_BKF=None if self.confidence_BKF is None else spread(self.confidence_BKF),
-            proposer_B=names,
-            num_model_drafted_B=None
-            if self.num_model_drafted_B is None
-            else spread(torch.from_numpy(self.num_model_drafted_B)).numpy(),
-            finite_BK=None if self.finite_BK is None else spread(self.finite_BK),
-        )
+        def scatter_names(names: list[str]) -> list[str]:
+            scattered = [""] * num_rows
+            for b, name in zip(place_B, names, strict=True):
+                scattered[b] = name
+            return scattered
+
+        return self._by_row(scatter, scatter_names)
+
+    def _by_row(self, of_tensor: Callable[[Tensor], Tensor], of_names: Callable[[list[str]], list[str]]) -> Draft:
+        """Every field that is set, whose first dimension is always the row, passed through one of the functions."""
+        values: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = of_names(value) if name == "proposer_B" else of_tensor(value)
+        return Draft(**values)
+
+
+def require_chain(draft: Draft, user: str) -> None:
+    """Raise ValueError, one line, for a tree. user: what can only use chains."""
+    if draft.parent_BK is not None:
+        raise ValueError(f"{user} takes chains, and the draft is a tree (parent_BK is set); use a method that drafts chains")
 
 
 @dataclass
 class Verdict:
-    """num_accepted_B draft tokens stand, then comes token_B: *recovered* after a rejection, *bonus* when all stood."""
+    """What a rejection scheme decides about a draft.
+
+    num_accepted_B: draft tokens of each row that are accepted.
+    token_B: the token that follows them: *recovered* after a rejection, *bonus* when all were accepted.
+    path_BK: the accepted nodes of a tree, in order; entries beyond the accepted ones are padding. None: 0, 1, ..., a chain's.
+    """
 
     num_accepted_B: Tensor
     token_B: Tensor
+    path_BK: Tensor | None = None
 
 
 @dataclass
 class RequestStats:
     """What happened to one request, step by step (lists of equal length), and its times in seconds.
 
-    drafted, accepted, emitted: tokens; trimmed: tokens that were drafted beside and not verified; draft_s, verify_s: duration
-    of the step's draft and verify phases, shared with the request's batch mates; batch_size: rows of the step; wall_s: since
-    the request's tokens before, whatever the engine did meanwhile; cpu_s: CPU time of this process, all its threads, in both
-    phases: where it falls behind them, others had the machine. `emitted` is accepted + 1, less at a stop. proposer: who made
-    the draft, where a method is composed of several; else the list stays empty.
+    drafted: draft tokens that were verified.
+    accepted: of these, the accepted ones that were emitted.
+    emitted: tokens; accepted + 1, fewer at a stop.
+    trimmed: tokens that were drafted beside and not verified.
+    draft_s, verify_s: durations of the step's two phases, shared by all rows of the step.
+    batch_size: rows of the step.
+    wall_s: since the request's last tokens, whatever the engine did meanwhile.
+    cpu_s: CPU time of this process, all its threads, in both phases: less than these where other processes had the machine.
+    proposer: the component that drafted, where a method is composed of several; else the list stays empty.
     The token that prefill yields belongs to no step.
     """
 
@@ -153,8 +218,15 @@ class RequestStats:
 
 @dataclass
 class Step:
-    """One step of the engine, all its rows. made_B: tokens drafted; drafted_B: of these, verified; cpu_s: of both phases, as in
-    RequestStats; at: its end on the engine's clock; num_model_drafted_B: as in Draft."""
+    """One step of the engine, all its rows.
+
+    made_B: tokens drafted.
+    drafted_B: of these, verified.
+    accepted_B, emitted_B: as in RequestStats.
+    draft_s, verify_s, cpu_s: as in RequestStats.
+    at: the end of the step on the engine's clock.
+    num_model_drafted_B: as in Draft.
+    """
 
     made_B: np.ndarray
     drafted_B: np.ndarray
@@ -189,18 +261,19 @@ class Request:
 class Context:
     """What a proposer may look at. Row b of every field is the same request.
 
-    Rows that draft nothing in a step are not in it: what a proposer missed of a row comes with the row's next turn.
+    Rows that draft nothing in a step are not in it: what a proposer missed of a row comes when the row drafts again.
 
     rows: [B] the cache row that the request holds, ascending; a proposer keeps its own state by this number.
     token_RL: int64 on the host, committed tokens by cache row; `token_RL[rows[b], :length_B[b]]` are row b's.
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
     max_draft_B: [B] how many tokens may be drafted for the row, 1 to K.
     last_token_B: int64 on the device, the last committed token.
-    num_accepted_prev_B: [B] how many tokens of the row's last draft stood; whatever else a proposer made of that draft is worth nothing.
-    uniform_BK: float64 on the device, the request's own noise for drawing draft tokens, if `needs_uniforms`.
-    hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if `hidden_layers` asked for them;
-        they stand at positions `length_B[b] - 1 - n .. length_B[b] - 2`.
+    num_accepted_prev_B: [B] how many tokens of the row's last draft were accepted; K and V of its other tokens are stale.
+    uniform_BK: float64 on the device, the request's own uniforms for drawing draft tokens, if `needs_uniforms`.
+    hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if the proposer has `hidden_layers`;
+        their positions are `length_B[b] - 1 - n .. length_B[b] - 2`.
     logits_BV: the target's raw logits that the last token was chosen from, if `needs_logits`.
+    return_confidence: the draft shall come with `confidence_BKF`.
     """
 
     rows: np.ndarray
@@ -213,6 +286,7 @@ class Context:
     uniform_BK: Tensor | None = None
     hidden: list[Tensor] | None = None
     logits_BV: Tensor | None = None
+    return_confidence: bool = False
 
     def select_rows(self, place_B: np.ndarray) -> Context:
         """The same for some of the rows, by their places, ascending."""
@@ -228,6 +302,7 @@ class Context:
             uniform_BK=None if self.uniform_BK is None else self.uniform_BK[at_B],
             hidden=None if self.hidden is None else [self.hidden[b] for b in place_B],
             logits_BV=None if self.logits_BV is None else self.logits_BV[at_B],
+            return_confidence=self.return_confidence,
         )
 
     def tokens(self, b: int) -> np.ndarray:
@@ -242,8 +317,8 @@ class Context:
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as `facts`,
-    so that no module outside specdec.method names a method.
+    """What other modules need to know of a method beside its settings, which its constructor has. Its class declares it, as
+    `facts`, so that no module outside specdec.method names a method.
 
     drafts: false for a method that never drafts a token
     composes: it takes `proposers`, a list of other methods with their settings, and assigns a model to one of them
@@ -282,35 +357,46 @@ class MethodFacts:
 
 
 class Proposer(Protocol):
-    """Drafts tokens. It owns its state and repairs it from the context; nobody calls an update."""
+    """Drafts tokens. It owns its caches and repairs them from the context: nothing tells it of a rollback.
+
+    `StatelessProposer` has a default for everything but `propose`; `check_proposer` holds an object to the protocol.
+    """
 
     facts: ClassVar[MethodFacts]
+    name: str  # in error lines
+    num_speculative_tokens: int  # K, the most tokens of a draft
+    max_model_len: int | None  # positions that a row may take, beyond which it is not drafted for; None: no limit of its own
+    hidden_layers: tuple[int, ...]  # target layers whose states it reads (ids as in vLLM: the input of layer i)
+    needs_logits: bool  # the logits that the last token was chosen from
+    needs_uniforms: bool  # uniforms to draw with
+    num_confidence_features: int  # F of the confidence that its drafts can come with; 0: none
+    component_names: tuple[str, ...]  # of the proposers that it is composed of, as in Draft.proposer_B; (): it is not composed
+    cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time, if one does
 
     @classmethod
     def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
-        """Settings that its YAML leaves to the user, with which it drafts for this target: what the contract tests and eval/prove.py
-        use. directory: an empty one, for an untrained checkpoint or for what it writes."""
-        ...
+        """Settings that its YAML leaves to the user, with which it drafts for this target: for the contract tests and
+        eval/prove.py.
 
-    num_speculative_tokens: int
-    hidden_layers: tuple[int, ...]  # target layers whose states it wants (ids as in vLLM: the entry of layer i)
-    needs_logits: bool  # the logits that the last token was chosen from
-    needs_uniforms: bool  # uniforms to draw with
-    return_confidence: bool  # set from outside: drafts come with confidence_BKF, if the proposer has any
-    num_confidence_features: int  # F of it; 0: it has none
-    parts: tuple[str, ...]  # names of the proposers that it is composed of, as in Draft.proposer_B; (): it is one itself
+        directory: an empty one, for an untrained checkpoint or for what it writes.
+        """
+        ...
 
     def on_start(self, row: int, request: Request) -> None:
         """A request takes a row; its prompt has been processed by the target."""
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        """The request leaves the row, finished (its `finish_reason` is set) or dropped. hidden: states of the tokens committed
-        since the last `propose`, in parts of [n, T, D], if `hidden_layers` asked for them."""
+        """The request leaves the row, finished (its `finish_reason` is set) or aborted.
 
-    def propose(self, context: Context) -> Draft: ...
+        hidden: states of the tokens committed since the last `propose`, in pieces of [n, T, D], if it has `hidden_layers`.
+        """
+
+    def propose(self, context: Context) -> Draft:
+        """A draft for every row of the context, of at most `max_draft_B` tokens."""
+        ...
 
     def catch_up(self, context: Context) -> bool:
-        """Process the states of rows that have drafted nothing for long, so that they need not be kept. False: they must be."""
+        """Process the states of rows that have drafted nothing for long, so that they need not be kept. False: keep them."""
         ...
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
@@ -320,6 +406,12 @@ class Proposer(Protocol):
     def reserve(self, rows: int, slots: int) -> None:
         """Make room for that many rows and positions."""
 
+    def reset(self) -> None:
+        """Forget what was learned from other requests."""
+
+    def wipe(self) -> None:
+        """Zero the caches: nan or inf may be in them, and no row is in use."""
+
 
 class Policy(Protocol):
     """Decides in every step how much is drafted for each row, and how much of that is verified.
@@ -328,11 +420,13 @@ class Policy(Protocol):
     tokens that the drafter chose as likeliest are not drawn, and may be looked at.
     """
 
+    needs_confidence: bool  # drafts shall come with confidence_BKF
+
     def on_start(self, row: int) -> None:
         """A request takes a row."""
 
-    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
-        """[B] tokens to draft for each of the active rows, at most most_B."""
+    def draft_lengths(self, rows: np.ndarray, max_draft_B: np.ndarray) -> np.ndarray:
+        """[B] tokens to draft for each of the active rows, at most max_draft_B."""
         ...
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
@@ -340,17 +434,19 @@ class Policy(Protocol):
         ...
 
     def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
-        """What came of a step: draft as it was verified, and how much of it stood."""
+        """The outcome of a step: the draft as it was verified, and how much of it was accepted."""
 
 
 class FixedLengthPolicy:
-    """Defaults for a policy: all that may be is drafted, and all that is drafted verified; nothing is learned."""
+    """Defaults for a policy: draft as much as may be, verify all of it, learn nothing."""
+
+    needs_confidence = False
 
     def on_start(self, row: int) -> None:
         pass
 
-    def draft_lengths(self, rows: np.ndarray, most_B: np.ndarray) -> np.ndarray:
-        return most_B
+    def draft_lengths(self, rows: np.ndarray, max_draft_B: np.ndarray) -> np.ndarray:
+        return max_draft_B
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         return draft.length_B.numpy()
@@ -360,21 +456,22 @@ class FixedLengthPolicy:
 
 
 class StatelessProposer:
-    """Defaults for a proposer that keeps no cache and asks nothing of the target."""
+    """Defaults for a proposer: no cache, and nothing read of the target but its tokens."""
 
     facts: ClassVar[MethodFacts] = MethodFacts()
+    name = ""
+    num_speculative_tokens = 0
+    max_model_len: int | None = None
+    hidden_layers: tuple[int, ...] = ()
+    needs_logits = False
+    needs_uniforms = False
+    num_confidence_features = 0
+    component_names: tuple[str, ...] = ()
+    cost_proposer: Proposer | None = None
 
     @classmethod
     def example_settings(cls, target: Any, directory: Path) -> dict[str, Any]:
         return {}
-
-    num_speculative_tokens = 0
-    hidden_layers: tuple[int, ...] = ()
-    needs_logits = False
-    needs_uniforms = False
-    return_confidence = False
-    num_confidence_features = 0
-    parts: tuple[str, ...] = ()
 
     def on_start(self, row: int, request: Request) -> None:
         pass
@@ -391,20 +488,54 @@ class StatelessProposer:
     def reserve(self, rows: int, slots: int) -> None:
         pass
 
+    def reset(self) -> None:
+        pass
+
+    def wipe(self) -> None:
+        pass
+
+
+def check_proposer(proposer: Any) -> None:
+    """Raise ValueError, one line, for an object that does not keep the `Proposer` protocol."""
+    cls = type(proposer).__name__
+    advice = "inherit specdec.core.StatelessProposer, which has a default"
+    kinds: dict[str, Any] = {
+        "name": str,
+        "num_speculative_tokens": int,
+        "max_model_len": int | None,
+        "hidden_layers": tuple,
+        "needs_logits": bool,
+        "needs_uniforms": bool,
+        "num_confidence_features": int,
+        "component_names": tuple,
+    }
+    for key, kind in kinds.items():
+        if not hasattr(proposer, key):
+            raise ValueError(f"proposer {cls} has no {key}; {advice}")
+        value = getattr(proposer, key)
+        if not isinstance(value, kind):
+            raise ValueError(f"proposer {cls}: {key}={value!r} must be {getattr(kind, '__name__', kind)}")
+    for key in ("on_start", "on_finish", "propose", "catch_up", "bytes_to_grow", "reserve", "reset", "wipe"):
+        if not callable(getattr(proposer, key, None)):
+            raise ValueError(f"proposer {cls} has no method {key}; {advice}")
+
 
 def draft_from_lists(
-    drafts: list[np.ndarray], device: torch.device | str = "cpu", evidence: list[np.ndarray] | None = None
+    drafts: list[np.ndarray], device: torch.device | str = "cpu", confidence: list[np.ndarray] | None = None
 ) -> Draft:
-    """Pad host-side drafts of different lengths into one Draft. evidence: [n, F] of each draft's n tokens."""
+    """Pad host-side drafts of different lengths into one Draft.
+
+    confidence: [n, F] of each draft's n tokens.
+    """
     length_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
     token_BK = np.zeros((len(drafts), int(length_B.max(initial=0))), dtype=np.int64)
     for row, draft in zip(token_BK, drafts, strict=True):
         row[: len(draft)] = draft
     confidence_BKF = None
-    if evidence is not None:
-        padded_BKF = np.zeros((*token_BK.shape, evidence[0].shape[1]), dtype=np.float32)
-        for own, given in zip(padded_BKF, evidence, strict=True):
-            own[: len(given)] = given
+    if confidence is not None:
+        padded_BKF = np.zeros((*token_BK.shape, confidence[0].shape[1]), dtype=np.float32)
+        for padded_KF, features in zip(padded_BKF, confidence, strict=True):
+            padded_KF[: len(features)] = features
         confidence_BKF = torch.from_numpy(padded_BKF).to(device, non_blocking=True)
     token = torch.from_numpy(token_BK).to(device, non_blocking=True)
     return Draft(token, torch.from_numpy(length_B), confidence_BKF=confidence_BKF)

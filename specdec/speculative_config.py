@@ -282,7 +282,6 @@ class PolicyPlan:
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, max_draft):
             auto = False  # the draft is there before its length is chosen
             prunes = True
-        proposer.return_confidence = prunes
         return Adaptive(table, max_draft, max_batch_size, auto, prunes, proposer.num_confidence_features, scheduled)
 
 

@@ -26,10 +26,11 @@ with script.one_line():
     from torch import Tensor
 
     from specdec.drafter.base import Init, UnrolledObjective
+    from specdec.drafter.batch import Sample
     from specdec.method.eagle3 import Eagle3
     from specdec.model.target import CausalLM
     from specdec.training import features
-    from specdec.training.samples import Sample, draft_vocabulary
+    from specdec.training.samples import draft_vocabulary
 
 
 def target_of(args: argparse.Namespace) -> CausalLM:

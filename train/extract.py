@@ -24,7 +24,7 @@ def run(cfg: Extract) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
     import torch
 
-    from specdec import config, hub
+    from specdec import artifact, config, hub
     from specdec.measure import records
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
@@ -42,19 +42,19 @@ def run(cfg: Extract) -> None:
     layers = cfg.layer_ids if cfg.layer_ids is not None else Architecture().layers(target.num_layers)
     source = features.OnlineFeatures(target, layers)
     tokens = sum(len(sample.token_n) for sample in loaded.samples)
-    need = features.num_bytes(target, source.layers, loaded.samples)
+    need = artifact.num_bytes(target, source.layers, loaded.samples)
     console.show(
         f"{len(loaded.samples)} samples, {tokens} tokens, layers {list(source.layers)}: {need / 2**30:.2f} GiB "
         f"({need // max(tokens, 1)} bytes per token)"
     )
     if cfg.dry_run:
         return
-    identity = features.identity(target, source.layers, cfg.model.revision)
+    identity = artifact.manifest_of(target, source.layers, cfg.model.revision)
     own = {"data": fingerprint(loaded.samples), "layer_ids": list(source.layers)}
     own["target_weights"] = hub.weights_digest(target.path)
     records.claim(out_dir, cfg.resume, own)
     config.save(cfg, out_dir / "config.yaml")
-    writer = features.Writer(out_dir, identity, 0 if cfg.layout == "vllm" else cfg.shard_mb << 20, cfg.layout == "vllm")
+    writer = artifact.Writer(out_dir, identity, 0 if cfg.layout == "vllm" else cfg.shard_mb << 20, cfg.layout == "vllm")
     with console.progress(len(loaded.samples), samples=0) as advance:
         made = features.extract(source, loaded.samples, writer, lambda: advance("samples"))
     console.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from specdec.checked import Checked
 from specdec.core import Context, Draft
 from specdec.drafter import unroll
-from specdec.drafter.base import Drafter, empty_draft
+from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
 from specdec.model.attention import Attention, SlotAttention
 from specdec.model.kv import ForwardBatch, SlotCache, pack_ragged
@@ -184,6 +184,9 @@ class AutoregressiveDrafter(Drafter):
     def bytes_to_grow(self, rows: int, slots: int) -> int:
         return self.cache.bytes_to_grow(rows, slots)
 
+    def wipe(self) -> None:
+        self.cache.wipe()
+
     def reserve(self, rows: int, slots: int) -> None:
         self.cache.reserve(rows, slots)
         super().reserve(rows, slots)
@@ -192,7 +195,7 @@ class AutoregressiveDrafter(Drafter):
     def propose(self, context: Context) -> Draft:
         draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, count_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
         sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):

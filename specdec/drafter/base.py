@@ -4,7 +4,7 @@ weights to a checkpoint. `specdec.drafter.autoregressive` adds attention; `metho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ from specdec import checkpoint, sampling
 from specdec.checked import Checked, first_line
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
 from specdec.drafter.trainable import UnrolledDrafter
 from specdec.model import packed_linear
@@ -81,7 +81,7 @@ def check_drafting(num_speculative_tokens: int, draft_sample_method: str) -> Non
         raise ValueError(f"draft_sample_method={draft_sample_method!r}: use 'greedy' or 'probabilistic'")
 
 
-class Drafter(UnrolledDrafter):
+class Drafter(StatelessProposer, UnrolledDrafter):
     """A trained drafter. Settings as in vLLM.
 
     model: the directory of a checkpoint, a hub id, or a Checkpoint.
@@ -90,15 +90,12 @@ class Drafter(UnrolledDrafter):
     max_model_len: positions that a row may take, beyond which it is not drafted for.
     """
 
-    name: ClassVar[str]
+    name: str
+    max_model_len: int
     objective_type: ClassVar[type[Checked]] = UnrolledObjective
     init_type: ClassVar[type[Checked]] = Init
-    needs_logits = False
-    return_confidence = False
     num_confidence_features = 1
-    parts: tuple[str, ...] = ()
     init_std = 0.02  # of random matrices
-    hidden_layers: tuple[int, ...] = ()
     d2t: Tensor | None  # [draft vocabulary] target id - draft id, as EAGLE-3 has it; None: all tokens can be drafted
     feature_scale: Tensor | None  # factors of the target's states in training
 
@@ -259,14 +256,11 @@ class Drafter(UnrolledDrafter):
     # ---------------------------------------------------------------- drafting
 
     def draft_sampler(self, context: Context) -> DraftSampler:
-        return DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
+        return DraftSampler(context, self.probabilistic, self.to_target_vocab)
 
     def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. Pair i has position i, and the last of K draft tokens needs pair length + K - 3."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
-
-    def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return 0
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room, and end training: see `freeze`."""
@@ -287,12 +281,6 @@ class Drafter(UnrolledDrafter):
     def catch_up(self, context: Context) -> bool:
         """Only the last state of a row is ever read."""
         return True
-
-    def on_start(self, row: int, request: Request) -> None:
-        """Nothing to do: the first `propose` brings the prompt's states."""
-
-    def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        """Nothing to undo: the next request overwrites the row."""
 
     # ---------------------------------------------------------------- at rest
 
@@ -373,17 +361,13 @@ class DraftSampler:
     context: of the step.
     probabilistic: false takes the argmax at every temperature and reports no distribution (it is one-hot); true samples by
         inverse CDF from softmax(logits / T) and reports it.
-    return_confidence: the draft comes with confidence.
     to_target_vocab: maps tokens and distributions over a draft vocabulary to the target's.
     """
 
-    def __init__(
-        self, context: Context, probabilistic: bool, return_confidence: bool, to_target_vocab: Callable[..., Any] | None = None
-    ):
+    def __init__(self, context: Context, probabilistic: bool, to_target_vocab: Callable[..., Any] | None = None):
         assert not probabilistic or context.uniform_BK is not None
         self.context = context
         self.probabilistic = probabilistic
-        self.return_confidence = return_confidence
         self.to_target_vocab = to_target_vocab
         self.temperature_B = context.temperature_B
         self.tokens: list[Tensor] = []
@@ -395,7 +379,7 @@ class DraftSampler:
         """[B] the next token of every row."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
         token_B, q_BV, max_logit_B = sampling.sample(logits_BV, self.temperature_B, uniform_B)
-        if self.return_confidence:
+        if self.context.return_confidence:
             self.log_odds.append(sampling.log_odds(logits_BV, self.temperature_B))
         if self.to_target_vocab is not None:
             token_B, q_BV = self.to_target_vocab(token_B, q_BV)
@@ -410,15 +394,9 @@ class DraftSampler:
             torch.stack(self.tokens, 1),
             torch.from_numpy(draft_B),
             torch.stack(self.probs, 1) if self.probabilistic else None,
-            confidence_BKF=torch.stack(self.log_odds, 1).unsqueeze(-1) if self.return_confidence else None,
+            confidence_BKF=torch.stack(self.log_odds, 1).unsqueeze(-1) if self.context.return_confidence else None,
             finite_BK=sampling.finite(torch.stack(self.max_logits, 1)),
         )
-
-
-def empty_draft(context: Context) -> Draft:
-    """A draft of no tokens."""
-    rows = len(context.rows)
-    return Draft(context.last_token_B.new_zeros(rows, 0), torch.zeros(rows, dtype=torch.int64))
 
 
 def init_weights(module: nn.Module, seed: int, std: float) -> None:

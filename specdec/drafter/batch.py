@@ -1,4 +1,4 @@
-"""Training samples as the loss reads them."""
+"""Training samples, what the target computes of them, and both as the loss reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rendered conversation with a name.
+
+    id: the name.
+    token_n: int64 [n].
+    mask_n: bool [n], True where a token is supervised.
+    part_of: name of the conversation, where that makes several samples.
+    """
+
+    id: str
+    token_n: np.ndarray
+    mask_n: np.ndarray
+    part_of: str | None = None
+
+
+@dataclass
+class Features:
+    """What the target computes of a sample of n tokens.
+
+    hidden_nTD: states of the T tapped layers, in ascending order of their ids.
+    argmax_n, logsumexp_n: int64 and float32, of the target's logits after each token, where the next token is supervised
+        (elsewhere -1 and 0); None where they have not been computed.
+    """
+
+    hidden_nTD: Tensor
+    argmax_n: Tensor | None = None
+    logsumexp_n: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (self.hidden_nTD, self.argmax_n, self.logsumexp_n) if x is not None)
 
 
 @dataclass
@@ -38,3 +73,23 @@ class Batch:
         if places == list(range(places[0], places[0] + len(places))):
             return self.hidden_NTD[:, places[0] : places[0] + len(places)]
         return self.hidden_NTD[:, places]
+
+
+def collate(
+    samples: Sequence[Sample], features: Sequence[Features] | None, layers: tuple[int, ...], device: torch.device
+) -> Batch:
+    """One batch of samples and their features; None: there is no target."""
+
+    def join(tensors: Sequence[Tensor | None]) -> Tensor:
+        return torch.cat([tensor for tensor in tensors if tensor is not None]).to(device, non_blocking=True)
+
+    return Batch(
+        ids=[sample.id for sample in samples],
+        length_B=np.array([len(sample.token_n) for sample in samples]),
+        mask_N=np.concatenate([sample.mask_n for sample in samples]),
+        layers=layers,
+        token_N=join([torch.from_numpy(sample.token_n) for sample in samples]),
+        hidden_NTD=None if features is None else join([each.hidden_nTD for each in features]),
+        argmax_N=None if features is None else join([each.argmax_n for each in features]),
+        logsumexp_N=None if features is None else join([each.logsumexp_n for each in features]),
+    )

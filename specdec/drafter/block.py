@@ -25,7 +25,6 @@ from specdec import sampling
 from specdec.checked import Checked
 from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
-from specdec.drafter.base import empty_draft
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import UnrolledDrafter
 
@@ -98,7 +97,7 @@ class BlockDrafter(UnrolledDrafter):
         """All tokens of a draft from one pass. Probabilistic: each from its own distribution, independent of the others."""
         draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         logits_NV, layout = self.block_logits(context, draft_B)
         row_N = torch.from_numpy(layout.draft_row_N).to(logits_NV.device, non_blocking=True)
         position_N = torch.from_numpy(layout.draft_position_N).to(logits_NV.device, non_blocking=True)
@@ -116,7 +115,7 @@ class BlockDrafter(UnrolledDrafter):
             return x_N.new_full(shape, fill).index_put_((row_N, position_N), x_N)
 
         confidence_BKF = None
-        if self.return_confidence:
+        if context.return_confidence:
             confidence_BKF = padded(sampling.log_odds(logits_NV, temperature_N).unsqueeze(1))
         return Draft(
             padded(token_N),

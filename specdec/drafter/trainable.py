@@ -102,7 +102,6 @@ class UnrolledDrafter(nn.Module):
     target: CausalLM
     objective: Any
     config: dict[str, Any]
-    return_confidence: bool
     probabilistic: bool  # tokens are drawn from the draft distribution, which the draft reports; false: argmax
     shared: dict[str, Any]  # frozen parts of the target, and what follows from a config: not registered
     label_offset: ClassVar[int] = 2

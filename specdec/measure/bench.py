@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from specdec.core import Request
-from specdec.engine import Clock, Engine
+from specdec.engine import Engine
+from specdec.model.device import Timer
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 
@@ -85,10 +86,8 @@ def ratios(ours: Timing, baseline: Timing) -> dict[str, Any]:
 def ours(engine: Engine, max_tokens: int) -> Decode:
     """Greedy decoding of one prompt by the engine."""
 
-    reset = getattr(engine.proposer, "reset", lambda: None)
-
     def decode(prompt: list[int]) -> int:
-        reset()  # a memory of responses would have this answer from the warm-up or another round
+        engine.proposer.reset()  # a memory of responses would have this answer from the warm-up or another round
         request = Request("0", prompt, SamplingParams(temperature=0, max_tokens=max_tokens))
         return sum(len(done.output_token_ids) for done in engine.run([request]))
 
@@ -112,18 +111,18 @@ def hugging_face(model: Any, max_tokens: int, **options: Any) -> Decode:
 def forwards_timed() -> Iterator[Callable[[], float]]:
     """Time the forwards of every CausalLM within the block; yields a function that returns their seconds so far."""
     forward = CausalLM.forward
-    clocks = []
+    timers: list[Timer] = []
 
     def timed(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        clock = Clock(self.device)
+        timer = Timer(self.device)
         out = forward(self, *args, **kwargs)
-        clock.mark()
-        clocks.append(clock)
+        timer.mark()
+        timers.append(timer)
         return out
 
     CausalLM.forward = timed  # type: ignore[method-assign]
     try:
-        yield lambda: sum(clock.seconds()[0] for clock in clocks)
+        yield lambda: sum(timer.seconds()[0] for timer in timers)
     finally:
         CausalLM.forward = forward  # type: ignore[method-assign]
 

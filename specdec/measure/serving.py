@@ -70,16 +70,16 @@ OnStep = Callable[[StepRecord, list[Step]], object]
 def warm_up(engine: Engine, num_tokens: int = 8, num_prompt: int = 64) -> None:
     """Decode made-up prompts in every row, so that one-time work (memory, compilation) is not measured. The proposer forgets
     their answers."""
-    policy = engine.policy
-    engine.policy = None
+    # an engine beside it, so that its policy learns nothing
+    limits = (engine.max_batch_size, engine.max_model_len, engine.prefill_chunk_size)
+    beside = Engine(engine.target, engine.proposer, engine.verifier, *limits, cache=engine.cache)
     room = min(engine.max_model_len, num_prompt + num_tokens)
     params = SamplingParams(temperature=0, max_tokens=min(num_tokens, room - 1), ignore_eos=True)
     # the prompt repeats itself, so that lookups draft
     ids = (np.arange(max(room - num_tokens, 1)) % min(8, engine.target.vocab_size)).tolist()
-    for _ in engine.run(Request(f"warm-up {row}", ids, params, row) for row in range(engine.max_batch_size)):
+    for _ in beside.run(Request(f"warm-up {row}", ids, params, row) for row in range(engine.max_batch_size)):
         pass
-    engine.policy = policy
-    getattr(engine.proposer, "reset", lambda: None)()
+    engine.proposer.reset()
     # a collection over all loaded objects takes a quarter of a second, and would fall into some request's first token
     gc.collect()
     gc.freeze()
@@ -132,12 +132,11 @@ def iterate_steps(
     requests = iter(timed)
     upcoming = next(requests, None)
     in_flight: dict[str, tuple[float, float]] = {}
-    sleep = engine.now.sleep if isinstance(engine.now, Stopwatch) else time.sleep
-    engine.steps = []
-    begin = engine.now()
+    sleep = engine.clock.sleep if isinstance(engine.clock, Stopwatch) else time.sleep
+    begin = engine.clock()
     try:
         while upcoming is not None or in_flight:
-            now_s = engine.now() - begin
+            now_s = engine.clock() - begin
             while upcoming is not None and (not in_flight if one_at_a_time else upcoming[0] <= now_s):
                 arrival_s, request = upcoming
                 assert request.id not in in_flight, f"two requests are called {request.id}"
@@ -149,11 +148,10 @@ def iterate_steps(
                 assert upcoming is not None
                 sleep(upcoming[0] - now_s)
                 continue
-            step_begin = engine.now()
+            step_begin = engine.clock()
             finished = engine.step()
-            step_end = engine.now()
-            steps = engine.steps
-            engine.steps = []
+            step_end = engine.clock()
+            steps = [] if engine.last_step is None else [engine.last_step]
             record = StepRecord(step_end - begin, step_end - step_begin, len(engine.waiting), engine.num_running)
             for step in steps:
                 record.rows = len(step.drafted_B)
@@ -166,7 +164,6 @@ def iterate_steps(
             on_step(record, steps)
             yield [(*in_flight.pop(request.id), request) for request in finished]
     finally:
-        engine.steps = None
         if in_flight:
             engine.abort_all()
 
@@ -263,8 +260,9 @@ def run_interleaved(
         for name in names[first:] + names[:first]:
             requests = list(make_requests(engines[name].target, piece, arrivals, params, seed))
             task_of |= {request.id: task for _, request, task in requests}
-            clocks[name] = Stopwatch()
-            engines[name].now = clocks[name]
+            clock = engines[name].clock
+            assert isinstance(clock, Stopwatch), f"engine {name} needs a Stopwatch as its clock"
+            clocks[name] = clock
             timed = [(arrival_s, request) for arrival_s, request, _ in requests]
             running[name] = iterate_steps(engines[name], timed, records[name].add_steps, one_at_a_time)
         begin_s = {name: records[name].clock_s for name in names}

@@ -1,13 +1,14 @@
 """A proposer of the user's own: `model="package.module.Class"`.
 
 The class gets the whole context: tokens, hidden states (set `hidden_layers`), the target's last logits (set `needs_logits`),
-sampling parameters, and noise to draw with (set `needs_uniforms`); it may return laws. It is written like any file here:
+sampling parameters, and uniforms to draw with (set `needs_uniforms`); it may return the distributions that it drew from. It is
+written like any file here, and what it leaves out is as in `specdec.core.StatelessProposer`:
 
     class Mine:
         def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
         def propose(self, context) -> Draft | list[list[int]]: ...
-        # optional: on_start(row, request), on_finish(row), catch_up(context) -> bool, hidden_layers, needs_logits, needs_uniforms,
-        # bytes_to_grow, reserve
+        # optional: hidden_layers, needs_logits, needs_uniforms, on_start(row, request), on_finish(row),
+        # catch_up(context) -> bool, bytes_to_grow, reserve, reset, wipe
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from specdec.model.target import CausalLM
 
 
 class CustomClass(StatelessProposer):
-    """Wraps the user's object: fills in what it leaves out, and checks and trims what it drafts."""
+    """Wraps the user's object: checks what it drafts, and cuts what is too long."""
 
     facts = MethodFacts(runs_model=True, model_hint="give the dotted path of your class, 'package.module.Class'")
 
@@ -35,33 +36,38 @@ class CustomClass(StatelessProposer):
             raise ValueError(
                 f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing"
             )
-        self.num_speculative_tokens, self.name, self.vocab_size = num_speculative_tokens, model, target.vocab_size
-        available = {"num_speculative_tokens": num_speculative_tokens, "target": target}
-        self.own = load(model, available)
-        self.hidden_layers = tuple(getattr(self.own, "hidden_layers", ()))
-        self.needs_logits = bool(getattr(self.own, "needs_logits", False))
-        self.needs_uniforms = bool(getattr(self.own, "needs_uniforms", False))
+        self.name = model
+        self.num_speculative_tokens = num_speculative_tokens
+        self.vocab_size = target.vocab_size
+        self.inner = load(model, {"num_speculative_tokens": num_speculative_tokens, "target": target})
+        self.hidden_layers = tuple(self.inner.hidden_layers)
+        self.needs_logits = bool(self.inner.needs_logits)
+        self.needs_uniforms = bool(self.inner.needs_uniforms)
 
     def on_start(self, row: int, request: Request) -> None:
-        if hasattr(self.own, "on_start"):
-            self.own.on_start(row, request)
+        self.inner.on_start(row, request)
 
     def on_finish(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
-        if hasattr(self.own, "on_finish"):
-            self.own.on_finish(row)
+        self.inner.on_finish(row)
 
     def catch_up(self, context: Context) -> bool:
-        return bool(self.own.catch_up(context)) if hasattr(self.own, "catch_up") else False
+        return bool(self.inner.catch_up(context))
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return self.own.bytes_to_grow(rows, slots) if hasattr(self.own, "bytes_to_grow") else 0
+        num_bytes: int = self.inner.bytes_to_grow(rows, slots)
+        return num_bytes
 
     def reserve(self, rows: int, slots: int) -> None:
-        if hasattr(self.own, "reserve"):
-            self.own.reserve(rows, slots)
+        self.inner.reserve(rows, slots)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def wipe(self) -> None:
+        self.inner.wipe()
 
     def propose(self, context: Context) -> Draft:
-        draft = self.own.propose(context)
+        draft = self.inner.propose(context)
         if not isinstance(draft, Draft):
             drafts = [np.asarray(tokens, dtype=np.int64) for tokens in draft]
             for tokens in drafts:
@@ -70,19 +76,22 @@ class CustomClass(StatelessProposer):
                         f"{self.name}.propose drafted {tokens.tolist()}; the vocabulary is 0..{self.vocab_size - 1}"
                     )
             draft = draft_from_lists(drafts, context.last_token_B.device)
-        num_rows, width = len(context.rows), draft.token_BK.shape[1]
+        num_rows = len(context.rows)
+        width = draft.token_BK.shape[1]
         if draft.token_BK.shape[0] != num_rows or draft.length_B.shape != (num_rows,):
             raise ValueError(
                 f"{self.name}.propose returned {draft.token_BK.shape[0]} drafts for {num_rows} rows; give one per row"
             )
         if int(draft.length_B.max()) > width:
             raise ValueError(f"{self.name}.propose says a draft has {int(draft.length_B.max())} tokens and gives {width}")
+        draft.check_tree(f"{self.name}.propose")
         # dropping the end of a draft is safe for losslessness: it does not look at the tokens
         return draft.cut(np.minimum(draft.length_B.cpu().numpy(), context.max_draft_B))
 
 
 def load(path: str, available: dict[str, Any]) -> Any:
-    """Import the class and construct it with those of `available` that its constructor names. Each failure has an error."""
+    """Import the class, with the defaults of StatelessProposer behind its own methods, and construct it with those of
+    `available` that its constructor names. Each failure has an error."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"model={path!r} of custom_class must be a dotted path, 'package.module.Class'")
@@ -96,10 +105,12 @@ def load(path: str, available: dict[str, Any]) -> Any:
         raise ValueError(f"custom_class: module {module_name!r} has no class {class_name!r}")
     cls = getattr(module, class_name)
     try:
+        if not issubclass(cls, StatelessProposer):
+            cls = type(class_name, (cls, StatelessProposer), {})
         accepted = inspect.signature(cls).parameters
-        own = cls(**{key: value for key, value in available.items() if key in accepted})
+        inner = cls(**{key: value for key, value in available.items() if key in accepted})
     except Exception as error:
         raise ValueError(f"custom_class: {path} could not be constructed ({first_line(error)})") from error
-    if not callable(getattr(own, "propose", None)):
+    if not callable(getattr(inner, "propose", None)):
         raise ValueError(f"custom_class: {path} has no callable 'propose'")
-    return own
+    return inner

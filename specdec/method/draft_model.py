@@ -26,9 +26,9 @@ from specdec import hub
 from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
-from specdec.core import Context, Draft, MethodFacts, Request
+from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
 from specdec.drafter import block, losses, shared_vocab, unroll
-from specdec.drafter.base import DraftSampler, check_drafting, empty_draft
+from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import OneStepObjective, UnrolledDrafter
 from specdec.model.contract import decoder_of
@@ -92,7 +92,7 @@ class Objective(OneStepObjective):
     loss: losses.Terms = Field({"nll": 1.0})
 
 
-class DraftModel(UnrolledDrafter):
+class DraftModel(StatelessProposer, UnrolledDrafter):
     """Settings as in vLLM.
 
     model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
@@ -103,7 +103,8 @@ class DraftModel(UnrolledDrafter):
     target, the default).
     """
 
-    name: ClassVar[str] = "draft_model"
+    name = "draft_model"
+    max_model_len: int
     facts = MethodFacts(
         runs_model=True,
         model_hint="give a directory, a hub id or an embedded name of a smaller model with the target's vocabulary "
@@ -114,11 +115,7 @@ class DraftModel(UnrolledDrafter):
     architecture_type: ClassVar[type[Architecture]] = Architecture
     objective_type: ClassVar[type[Checked]] = Objective
     init_type: ClassVar[type[Checked]] = Init
-    hidden_layers: tuple[int, ...] = ()
-    needs_logits = False
-    return_confidence = False
     num_confidence_features = 1
-    parts: tuple[str, ...] = ()
     label_offset = 1
 
     def __init__(
@@ -178,17 +175,17 @@ class DraftModel(UnrolledDrafter):
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         del self.cached_R[row]
 
-    def catch_up(self, context: Context) -> bool:
-        return False
+    def wipe(self) -> None:
+        self.cache.wipe()
 
     def propose(self, context: Context) -> Draft:
         rows, draft_B = context.rows, self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, missing = self.uncached_tokens(context, draft_B)
         count_B = np.array([len(tokens) for tokens in missing])
         token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
-        sampler = DraftSampler(context, self.probabilistic, self.return_confidence, self.to_target_vocab)
+        sampler = DraftSampler(context, self.probabilistic, self.to_target_vocab)
         for k in range(int(draft_B.max())):
             # of a row without tokens, logits that nobody reads
             logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))

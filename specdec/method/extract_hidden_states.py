@@ -1,6 +1,6 @@
 """Drafts nothing, and writes the target's hidden states of every request that finishes: vLLM's method of this name.
 
-Each request becomes a file of an artifact directory (`specdec.training.features`), readable by vLLM's `load_hidden_states` and
+Each request becomes a file of an artifact directory (`specdec.artifact`), readable by vLLM's `load_hidden_states` and
 by `train/eagle.py features.path=DIR`. Layer ids are vLLM's: id i enters layer i, id num_layers leaves the last one.
 """
 
@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import artifact
 from specdec.checked import nearest
 from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
+from specdec.drafter.batch import Features, Sample
 from specdec.model.target import CausalLM
-from specdec.training import features
-from specdec.training.features import Features
-from specdec.training.samples import Sample
 
 
 class ExtractHiddenStates(StatelessProposer):
@@ -29,6 +28,7 @@ class ExtractHiddenStates(StatelessProposer):
     include_output_tokens: write the answer too, but for its last token, which the target never processes.
     """
 
+    name = "extract_hidden_states"
     facts = MethodFacts(drafts=False)
 
     @classmethod
@@ -53,10 +53,10 @@ class ExtractHiddenStates(StatelessProposer):
         self.num_speculative_tokens = num_speculative_tokens
         self.hidden_layers = _layer_ids(draft_model_config, target)
         self.include_output_tokens = include_output_tokens
-        manifest = features.identity(target, self.hidden_layers)
+        manifest = artifact.manifest_of(target, self.hidden_layers)
         self.writer = None  # of several processes with the same states, one writes
         if target.processes.is_main:
-            self.writer = features.Writer(Path(shared_storage_path).expanduser(), manifest, shard_bytes=0)
+            self.writer = artifact.Writer(Path(shared_storage_path).expanduser(), manifest, shard_bytes=0)
         self.request_R: dict[int, Request] = {}
         self.hidden_R: dict[int, list[Tensor]] = {}
 
@@ -71,8 +71,7 @@ class ExtractHiddenStates(StatelessProposer):
 
     def propose(self, context: Context) -> Draft:
         self.catch_up(context)
-        nothing = context.last_token_B.new_zeros(len(context.rows), 0)
-        return Draft(nothing, torch.zeros(len(context.rows), dtype=torch.int64))
+        return Draft.empty(len(context.rows), context.last_token_B.device)
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]

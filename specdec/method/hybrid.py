@@ -1,11 +1,12 @@
 """Several proposers in order: the first that drafts anything for a row makes its draft in this step.
 
-Looking up is free where the text repeats itself, and a trained drafter is there where it does not. A part's condition is its
-own affair: `prompt_lookup_min` of n-gram drafting, `min_score` of suffix decoding; a part that drafts nothing for a row passes
-it on. Conditions look at committed tokens only, so the output keeps the target's law whatever the parts.
+Looking up is free where the text repeats itself, and a trained drafter is there where it does not. The components decide by
+their own settings which rows they draft for: `prompt_lookup_min` of n-gram drafting, `min_score` of suffix decoding; a row that
+a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the target's
+distribution whatever the components.
 
-A part that a row does not come to in a step drafts nothing for it and is told nothing. What it missed of the target's states
-is kept here until the row's next turn, or processed meanwhile (`catch_up`) when it becomes much; tokens are in every context.
+A row's later components see nothing of a step. The target's states that they miss are kept here until they draft for the row,
+or are processed meanwhile (`catch_up`) when they become many; tokens are in every context.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from specdec.model.target import CausalLM
 
 
 class Hybrid(StatelessProposer):
-    """proposers: mappings of `method` and its settings, in the order in which they are asked; num_speculative_tokens: of the
-    whole, and of a part that says none of its own (fewer, if it was made for fewer); model: of the one part that takes a model
-    and names none.
+    """Drafts by the first component that drafts anything.
 
-    Raises ValueError, one line, for parts that cannot be.
+    proposers: mappings of `method` and its settings, in order.
+    num_speculative_tokens: of the hybrid, and of a component that has no such setting (fewer, if it was made for fewer).
+    model: of the one component that takes a model and names none.
+
+    Raises ValueError, one line, for components that cannot be built.
     """
 
+    name = "hybrid"
     facts = MethodFacts(composes=True)
 
     @classmethod
@@ -46,26 +50,25 @@ class Hybrid(StatelessProposer):
         self, target: CausalLM, proposers: list[dict[str, Any]], num_speculative_tokens: int, model: Any | None = None
     ) -> None:
         proposers = self.assign_model(proposers, model)
+        names = [settings["method"] for settings in proposers]
         self.num_speculative_tokens = num_speculative_tokens
-        names = [own["method"] for own in proposers]
-        self.parts = tuple(
+        self.component_names = tuple(
             name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}" for place, name in enumerate(names)
         )
         self.components: list[Component] = []
-        self.runs_model = [method.facts(name).runs_model for name in names]
-        for place, own in enumerate(proposers):
-            settings = dict(own)
-            name, most = settings.pop("method"), settings.get("num_speculative_tokens")
+        for place, given in enumerate(proposers):
+            settings = dict(given)
+            name = settings.pop("method")
             try:
-                if most is None:
+                if settings.get("num_speculative_tokens") is None:
                     proposer = method.build_up_to(num_speculative_tokens, name, target, **settings)
                 else:
                     proposer = method.build(name, target, **settings)
             except ValueError as error:
                 raise ValueError(f"proposers[{place}]: {error}") from None
-            self.components.append(Component(self.parts[place], proposer))
+            self.components.append(Component(self.component_names[place], proposer))
         self.vocab_size = target.vocab_size
-        self.last_R: dict[int, Component] = {}  # who made the row's last draft
+        self.last_R: dict[int, Component] = {}  # the component that made the row's last draft
         self.compose()
 
     @staticmethod
@@ -89,190 +92,195 @@ class Hybrid(StatelessProposer):
         return assigned
 
     def compose(self) -> None:
-        """What follows from the parts."""
-        layers = [layer for turn in self.components for layer in turn.proposer.hidden_layers]
-        self.hidden_layers = tuple(dict.fromkeys(layers))  # each once, in the order of the parts
-        for turn in self.components:
-            columns = [self.hidden_layers.index(layer) for layer in turn.proposer.hidden_layers]
-            turn.columns = None if columns == list(range(len(self.hidden_layers))) else columns
-        self.needs_logits = any(turn.proposer.needs_logits for turn in self.components)
-        self.needs_uniforms = any(turn.proposer.needs_uniforms for turn in self.components)
-        self.probabilistic = any(getattr(turn.proposer, "probabilistic", False) for turn in self.components)
-        # of every part a column that says that the draft is its, then its own numbers: one regression serves all
-        self.first_evidence = np.cumsum([0, *(1 + turn.proposer.num_confidence_features for turn in self.components)]).tolist()
-        self.num_confidence_features = self.first_evidence[-1]
-
-    @property
-    def cost_proposer(self) -> Proposer | None:
-        """The part whose drafts take time: the last that runs a model."""
-        learned = [turn.proposer for turn, model in zip(self.components, self.runs_model, strict=True) if model]
-        return learned[-1] if learned else None
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The shortest of the parts'."""
-        return min((own for turn in self.components if (own := getattr(turn.proposer, "max_model_len", None))), default=None)
-
-    @property
-    def return_confidence(self) -> bool:
-        return any(turn.proposer.return_confidence for turn in self.components)
-
-    @return_confidence.setter
-    def return_confidence(self, wanted: bool) -> None:
-        for turn in self.components:
-            turn.proposer.return_confidence = wanted
+        """What follows from the components."""
+        proposers = [component.proposer for component in self.components]
+        # each layer once, in the order of the components
+        self.hidden_layers = tuple(dict.fromkeys(layer for proposer in proposers for layer in proposer.hidden_layers))
+        for component in self.components:
+            columns = [self.hidden_layers.index(layer) for layer in component.proposer.hidden_layers]
+            component.columns = None if columns == list(range(len(self.hidden_layers))) else columns
+        self.needs_logits = any(proposer.needs_logits for proposer in proposers)
+        self.needs_uniforms = any(proposer.needs_uniforms for proposer in proposers)
+        self.max_model_len = min((limit for proposer in proposers if (limit := proposer.max_model_len)), default=None)
+        # the last that runs a model: whether a lookup drafts anything depends on the text
+        runs_model = [proposer for proposer in proposers if proposer.facts.runs_model]
+        self.cost_proposer = runs_model[-1] if runs_model else None
+        # of every component a column that is 1 where the draft is its own, then its features: one regression serves all
+        self.first_feature = np.cumsum([0, *(1 + proposer.num_confidence_features for proposer in proposers)]).tolist()
+        self.num_confidence_features = self.first_feature[-1]
 
     # ---------------------------------------------------------------- what the engine calls
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return sum(turn.proposer.bytes_to_grow(rows, slots) for turn in self.components)
+        return sum(component.proposer.bytes_to_grow(rows, slots) for component in self.components)
 
     def reserve(self, rows: int, slots: int) -> None:
-        for turn in self.components:
-            turn.proposer.reserve(rows, slots)
+        for component in self.components:
+            component.proposer.reserve(rows, slots)
+
+    def reset(self) -> None:
+        for component in self.components:
+            component.proposer.reset()
+
+    def wipe(self) -> None:
+        for component in self.components:
+            component.proposer.wipe()
 
     def on_start(self, row: int, request: Request) -> None:
         self.last_R.pop(row, None)
-        for turn in self.components:
-            turn.kept[row], turn.stood[row] = [], 0
-            turn.proposer.on_start(row, request)
+        for component in self.components:
+            component.pending_R[row] = []
+            component.num_accepted_prev_R[row] = 0
+            component.proposer.on_start(row, request)
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        for turn in self.components:
-            kept = [states for _, states in turn.kept.pop(row, [])]
-            turn.proposer.on_finish(row, [*kept, *map(turn.own, hidden)] if turn.proposer.hidden_layers else ())
+        for component in self.components:
+            pending = [states for _, states in component.pending_R.pop(row, [])]
+            own_hidden = [*pending, *map(component.states, hidden)] if component.proposer.hidden_layers else ()
+            component.proposer.on_finish(row, own_hidden)
 
     def propose(self, context: Context) -> Draft:
-        for turn in self.components:
-            turn.keep(context)
+        for component in self.components:
+            component.keep_states(context)
         if context.num_accepted_prev_B is not None:
-            for row, stood in zip(context.rows.tolist(), context.num_accepted_prev_B.tolist(), strict=True):
+            for row, num_accepted in zip(context.rows.tolist(), context.num_accepted_prev_B.tolist(), strict=True):
                 if row in self.last_R:
-                    self.last_R.pop(row).stood[row] = stood
-        made: list[tuple[int, np.ndarray, Draft]] = []
-        left = np.flatnonzero(context.max_draft_B > 0)
-        for place, turn in enumerate(self.components):
-            if not len(left):
+                    self.last_R.pop(row).num_accepted_prev_R[row] = num_accepted
+        drafts: list[tuple[int, np.ndarray, Draft]] = []
+        remaining = np.flatnonzero(context.max_draft_B > 0)
+        for place, component in enumerate(self.components):
+            if not len(remaining):
                 break
-            draft = turn.draft(context, left)
-            drafted = draft.length_B.numpy() > 0
-            if drafted.any():
-                made.append((place, left[drafted], _of(draft, np.flatnonzero(drafted))))
-                self.last_R |= dict.fromkeys(context.rows[left[drafted]].tolist(), turn)
-            left = left[~drafted]
-        for turn in self.components:
-            turn.let_take_in(context)
-        return self._joined(context, made)
+            draft = component.draft(context, remaining)
+            has_draft = draft.length_B.numpy() > 0
+            if has_draft.any():
+                drafts.append((place, remaining[has_draft], draft.select_rows(np.flatnonzero(has_draft))))
+                self.last_R |= dict.fromkeys(context.rows[remaining[has_draft]].tolist(), component)
+            remaining = remaining[~has_draft]
+        for component in self.components:
+            component.catch_up(context)
+        return self._join(context, drafts)
 
     def catch_up(self, context: Context) -> bool:
-        for turn in self.components:
-            turn.keep(context)
-            turn.let_take_in(context)
+        for component in self.components:
+            component.keep_states(context)
+            component.catch_up(context)
         return True
 
     # ---------------------------------------------------------------- one draft of several
 
-    def _joined(self, context: Context, made: list[tuple[int, np.ndarray, Draft]]) -> Draft:
-        """The parts' drafts, each of other rows, as one. Laws are written down as soon as one part draws."""
-        num_rows, device = len(context.rows), context.last_token_B.device
-        width = max((draft.token_BK.shape[1] for _, _, draft in made), default=0)
+    def _join(self, context: Context, drafts: list[tuple[int, np.ndarray, Draft]]) -> Draft:
+        """The components' drafts as one.
+
+        drafts: place of the component, rows of the context that its draft is of, and the draft; no row is in two of them.
+        A field that one of the drafts has is filled in for the others: their distribution is one-hot, their tokens' logits are
+        finite, their tokens a chain.
+        """
+        num_rows = len(context.rows)
+        device = context.last_token_B.device
+        width = max((draft.token_BK.shape[1] for _, _, draft in drafts), default=0)
         token_BK = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
-        length_B, names = torch.zeros(num_rows, dtype=torch.int64), [""] * num_rows
-        num_model_drafted_B, cost_proposer = np.zeros(num_rows, dtype=np.int64), self.cost_proposer
-        q_BKV = confidence_BKF = finite_BK = None
-        if any(draft.finite_BK is not None for _, _, draft in made):
-            finite_BK = torch.ones(num_rows, width, dtype=torch.bool, device=device)
-        if any(draft.q_BKV is not None for _, _, draft in made):
+        length_B = torch.zeros(num_rows, dtype=torch.int64)
+        num_model_drafted_B = torch.zeros(num_rows, dtype=torch.int64)
+        names = [""] * num_rows
+        q_BKV = None
+        parent_BK = None
+        finite_BK = None
+        confidence_BKF = None
+        if any(draft.q_BKV is not None for _, _, draft in drafts):
             q_BKV = torch.zeros(num_rows, width, self.vocab_size, device=device)
-        if self.return_confidence:
+        if any(draft.parent_BK is not None for _, _, draft in drafts):
+            parent_BK = torch.arange(-1, width - 1).repeat(num_rows, 1)
+        if any(draft.finite_BK is not None for _, _, draft in drafts):
+            finite_BK = torch.ones(num_rows, width, dtype=torch.bool, device=device)
+        if context.return_confidence:
             confidence_BKF = torch.zeros(num_rows, width, self.num_confidence_features, device=device)
-        for place, rows, draft in made:
-            at_B, own = torch.from_numpy(rows).to(device, non_blocking=True), slice(draft.token_BK.shape[1])
-            length_B[torch.from_numpy(rows)] = draft.length_B
-            if self.components[place].proposer is cost_proposer:
-                num_model_drafted_B[rows] = draft.length_B.numpy()
-            token_BK[at_B, own] = draft.token_BK
+        for place, rows, draft in drafts:
+            row_b = torch.from_numpy(rows)
+            at_b = row_b.to(device, non_blocking=True)
+            columns = slice(draft.token_BK.shape[1])
+            token_BK[at_b, columns] = draft.token_BK
+            length_B[row_b] = draft.length_B
+            if self.components[place].proposer is self.cost_proposer:
+                num_model_drafted_B[row_b] = draft.length_B
             for b in rows:
-                names[b] = self.parts[place]
-            if draft.finite_BK is not None and finite_BK is not None:
-                finite_BK[at_B, own] = draft.finite_BK
+                names[b] = self.component_names[place]
             if q_BKV is not None:
-                law_BKV = F.one_hot(draft.token_BK, self.vocab_size) if draft.q_BKV is None else draft.q_BKV
-                q_BKV[at_B, own] = law_BKV.to(q_BKV)
+                one_hot_or_q = F.one_hot(draft.token_BK, self.vocab_size) if draft.q_BKV is None else draft.q_BKV
+                q_BKV[at_b, columns] = one_hot_or_q.to(q_BKV)
+            if parent_BK is not None and draft.parent_BK is not None:
+                parent_BK[row_b, columns] = draft.parent_BK
+            if finite_BK is not None and draft.finite_BK is not None:
+                finite_BK[at_b, columns] = draft.finite_BK
             if confidence_BKF is not None:
-                first, last = self.first_evidence[place : place + 2]
-                live_BK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)
-                confidence_BKF[at_B, own, first] = live_BK.to(confidence_BKF)
+                first, last = self.first_feature[place : place + 2]
+                is_token_bK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)
+                confidence_BKF[at_b, columns, first] = is_token_bK.to(confidence_BKF)
                 if draft.confidence_BKF is not None:
-                    confidence_BKF[at_B, own, first + 1 : last] = draft.confidence_BKF
-        return Draft(token_BK, length_B, q_BKV, None, confidence_BKF, names, num_model_drafted_B, finite_BK)
+                    confidence_BKF[at_b, columns, first + 1 : last] = draft.confidence_BKF
+        return Draft(token_BK, length_B, q_BKV, parent_BK, confidence_BKF, names, num_model_drafted_B, finite_BK)
 
 
 @dataclass
 class Component:
-    """A part, and what it has not seen yet. columns: which of all states are its own, None for all of them; kept: by cache row,
-    in parts of (first position, [n, T, D]); stood: by cache row, how much of the part's own last draft stood."""
+    """A proposer of a hybrid, and what it has not seen yet.
+
+    columns: which of the hybrid's states it reads; None: all of them.
+    pending_R: by cache row, states that it has not read, as (first position, [n, T, D]).
+    num_accepted_prev_R: by cache row, how much of its own last draft was accepted.
+    """
 
     name: str
     proposer: Proposer
     columns: list[int] | None = None
-    kept: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict)
-    stood: dict[int, int] = field(default_factory=dict)
+    pending_R: dict[int, list[tuple[int, Tensor]]] = field(default_factory=dict)
+    num_accepted_prev_R: dict[int, int] = field(default_factory=dict)
 
-    def own(self, hidden_NTD: Tensor) -> Tensor:
+    def states(self, hidden_NTD: Tensor) -> Tensor:
+        """The states that it reads."""
         return hidden_NTD if self.columns is None else hidden_NTD[:, self.columns]
 
-    def keep(self, context: Context) -> None:
-        """Note the states that have come. Asked twice about the same tokens, the later states count."""
+    def keep_states(self, context: Context) -> None:
+        """Keep the context's states. Of states that come twice for a position, the later ones count."""
         if not self.proposer.hidden_layers:
             return
         assert context.hidden is not None
         for row, length, hidden_NTD in zip(context.rows.tolist(), context.length_B.tolist(), context.hidden, strict=True):
             first = length - 1 - len(hidden_NTD)
-            before = [(at, states[: first - at]) for at, states in self.kept[row] if at < first]
-            self.kept[row] = [*before, (first, self.own(hidden_NTD))]
+            before = [(start, states[: first - start]) for start, states in self.pending_R[row] if start < first]
+            self.pending_R[row] = [*before, (first, self.states(hidden_NTD))]
 
     def draft(self, context: Context, place_B: np.ndarray) -> Draft:
-        """The part's draft for these rows of the context."""
-        most = self.proposer.num_speculative_tokens
-        given = self._given(context, place_B, np.minimum(context.max_draft_B, most))
-        if given.uniform_BK is not None:
-            given.uniform_BK = given.uniform_BK[:, :most]
-        return self.proposer.propose(given)
+        """Its draft for these rows of the context."""
+        max_draft = self.proposer.num_speculative_tokens
+        own_context = self._own_context(context, place_B, np.minimum(context.max_draft_B, max_draft))
+        if own_context.uniform_BK is not None:
+            own_context.uniform_BK = own_context.uniform_BK[:, :max_draft]
+        return self.proposer.propose(own_context)
 
-    def let_take_in(self, context: Context) -> None:
-        """Of rows that have sat out for long the states are processed, or else put into one piece."""
+    def catch_up(self, context: Context) -> None:
+        """Of rows that it has not drafted for in long the states are processed, or else put into one piece."""
         if not self.proposer.hidden_layers:
             return
-        kept = [sum(len(states) for _, states in self.kept[row]) for row in context.rows.tolist()]
-        long_B = np.flatnonzero(np.array(kept) > MAX_PENDING_STATES)
-        if not len(long_B):
+        num_pending = [sum(len(states) for _, states in self.pending_R[row]) for row in context.rows.tolist()]
+        late = np.flatnonzero(np.array(num_pending) > MAX_PENDING_STATES)
+        if not len(late):
             return
-        given = self._given(context, long_B, np.zeros_like(context.max_draft_B))
-        if not self.proposer.catch_up(given):
-            assert given.hidden is not None
-            for row, length, hidden_NTD in zip(given.rows.tolist(), given.length_B.tolist(), given.hidden, strict=True):
-                self.kept[row] = [(length - 1 - len(hidden_NTD), hidden_NTD)]
+        own_context = self._own_context(context, late, np.zeros_like(context.max_draft_B))
+        if not self.proposer.catch_up(own_context):
+            assert own_context.hidden is not None
+            lengths = own_context.length_B.tolist()
+            for row, length, hidden_NTD in zip(own_context.rows.tolist(), lengths, own_context.hidden, strict=True):
+                self.pending_R[row] = [(length - 1 - len(hidden_NTD), hidden_NTD)]
 
-    def _given(self, context: Context, place_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
-        """What the part may look at: these rows, with all states since its last turn, which are handed over."""
-        given = replace(context, hidden=None, max_draft_B=max_draft_B).select_rows(place_B)
-        if given.num_accepted_prev_B is not None:
-            given.num_accepted_prev_B = np.array([self.stood[row] for row in given.rows.tolist()])
+    def _own_context(self, context: Context, place_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
+        """These rows of the context, with all states that it has not read, which are read then."""
+        own_context = replace(context, hidden=None, max_draft_B=max_draft_B).select_rows(place_B)
+        rows = own_context.rows.tolist()
+        if own_context.num_accepted_prev_B is not None:
+            own_context.num_accepted_prev_B = np.array([self.num_accepted_prev_R[row] for row in rows])
         if self.proposer.hidden_layers:
-            given.hidden = [torch.cat([states for _, states in self.kept[row]]) for row in given.rows.tolist()]
-            for row in given.rows.tolist():
-                self.kept[row] = []
-        return given
-
-
-def _of(draft: Draft, place_B: np.ndarray) -> Draft:
-    """The drafts of some rows."""
-    if len(place_B) == len(draft.length_B):
-        return draft
-    at_B = torch.from_numpy(place_B)
-    there_B = at_B.to(draft.token_BK.device, non_blocking=True)
-    q_BKV = None if draft.q_BKV is None else draft.q_BKV[there_B]
-    confidence_BKF = None if draft.confidence_BKF is None else draft.confidence_BKF[there_B]
-    finite_BK = None if draft.finite_BK is None else draft.finite_BK[there_B]
-    return Draft(draft.token_BK[there_B], draft.length_B[at_B], q_BKV, confidence_BKF=confidence_BKF, finite_BK=finite_BK)
+            own_context.hidden = [torch.cat([states for _, states in self.pending_R[row]]) for row in rows]
+            for row in rows:
+                self.pending_R[row] = []
+        return own_context

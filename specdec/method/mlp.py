@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specdec.checked import Checked
 from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
-from specdec.drafter.base import Drafter, empty_draft
+from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
 from specdec.model.target import CausalLM
 
@@ -166,7 +166,7 @@ class MLP(Drafter):
     def propose(self, context: Context) -> Draft:
         draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         assert context.hidden is not None
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
         token_B = context.last_token_B

@@ -26,7 +26,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
-from specdec.drafter.base import Init, UnrolledObjective, empty_draft
+from specdec.drafter.base import Init, UnrolledObjective
 from specdec.drafter.batch import Batch
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
@@ -262,7 +262,7 @@ class MTP(AutoregressiveDrafter):
             hidden.append(fused_ND)
             tokens.append(ids[start + 1 :])
         if not draft_B.any():
-            return empty_draft(context)
+            return Draft.empty(len(context.rows), context.last_token_B.device)
         sampler = self.draft_sampler(context)
         hidden_ND = torch.cat(hidden)
         committed_N = self._index(np.concatenate(tokens))

@@ -21,6 +21,7 @@ class Ngram(StatelessProposer):
     of those after which it came; and how many tokens over 3 the match has.
     """
 
+    name = "ngram"
     facts = MethodFacts(model_spellings=("ngram", "[ngram]"))
     num_confidence_features = 2
 
@@ -38,15 +39,16 @@ class Ngram(StatelessProposer):
         count_followers(tokens, find_match(tokens, 1, 1, False), 1, 1)
 
     def propose(self, context: Context) -> Draft:
-        drafts, evidence = [], []
+        drafts = []
+        confidence = []
         for b in range(len(context.rows)):
             tokens = context.tokens(b)
             after = find_match(tokens, self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest)
             drafts.append(tokens[after : after + context.max_draft_B[b]])
-            if self.return_confidence:
+            if context.return_confidence:
                 n, count_K, of_K = count_followers(tokens, after, len(drafts[-1]), self.prompt_lookup_max)
-                evidence.append(np.stack([sampling.share_log_odds(count_K, of_K), np.full(len(count_K), n - 3)], 1))
-        return draft_from_lists(drafts, context.last_token_B.device, evidence if self.return_confidence else None)
+                confidence.append(np.stack([sampling.share_log_odds(count_K, of_K), np.full(len(count_K), n - 3)], 1))
+        return draft_from_lists(drafts, context.last_token_B.device, confidence if context.return_confidence else None)
 
 
 def check_bounds(num_speculative_tokens: int, low: int | None, high: int | None) -> tuple[int, int]:

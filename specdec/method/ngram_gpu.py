@@ -20,6 +20,7 @@ from specdec.model.target import CausalLM
 class NgramGpu(StatelessProposer):
     """Settings and evidence are those of `ngram`."""
 
+    name = "ngram_gpu"
     facts = Ngram.facts
     num_confidence_features = 2
 
@@ -65,7 +66,7 @@ class NgramGpu(StatelessProposer):
         token_BK = token_BL.gather(1, place_BK.clamp(max=token_BL.shape[1] - 1)).long()
         draft_B = drafted_B.cpu()  # the one read
         token_BK, confidence_BKF = token_BK[:, : int(draft_B.max())], None
-        if self.return_confidence:
+        if context.return_confidence:
             confidence_BKF = find_confidence(token_BL, said_3B[1], matched_BL, after_B, token_BK, drafted_B)
         return Draft(token_BK, draft_B, confidence_BKF=confidence_BKF)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from specdec.core import Context, Draft, MethodFacts, StatelessProposer, draft_from_lists
+from specdec.core import Context, Draft, MethodFacts, StatelessProposer
 
 
 class Plain(StatelessProposer):
     """Drafts nothing."""
 
+    name = "none"
     facts = MethodFacts(drafts=False)
 
     def propose(self, context: Context) -> Draft:
-        return draft_from_lists([np.zeros(0, dtype=np.int64)] * len(context.rows), context.last_token_B.device)
+        return Draft.empty(len(context.rows), context.last_token_B.device)

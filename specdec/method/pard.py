@@ -112,7 +112,6 @@ class Pard(BlockDrafter, DraftModel):
     def example_settings(cls, target: CausalLM, directory: Path) -> dict[str, Any]:
         return {"model": str(target.path), "pard_token": target.vocab_size - 1}
 
-
     def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         super().for_training(objective, init, feature_sample, warm_start)
         self.config = self.config | {"pard_token": self.pard_token}

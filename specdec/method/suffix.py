@@ -141,9 +141,9 @@ class Suffix(StatelessProposer):
             limit = min(self.num_speculative_tokens, int(context.max_draft_B[b]))
             tree, token_K, match_len = self._speculate(state, token_L[-self.depth :], limit)
             drafts.append(token_K)
-            if self.return_confidence:
+            if context.return_confidence:
                 confidence.append(_confidence(tree, token_L, token_K, match_len))
-        return draft_from_lists(drafts, context.last_token_B.device, confidence if self.return_confidence else None)
+        return draft_from_lists(drafts, context.last_token_B.device, confidence if context.return_confidence else None)
 
     def _append(self, state: _Row, token_L: np.ndarray) -> None:
         """Add tokens of the response to the trees."""

@@ -235,9 +235,9 @@ class ForwardBatch:
             shape = (self.num_rows, self.max_length, self.num_slots + 1)
             visible_BMS = (slot_S < self.start_B[:, None, None]).expand(shape).clone()
             slot_B1M = self.slot_BM.unsqueeze(1)
-            among_BMM = visible_BMS.new_ones(()) if self.visible_BMM is None else self.visible_BMM.bool()
+            tokens_BMM = visible_BMS.new_ones(()) if self.visible_BMM is None else self.visible_BMM.bool()
             index_BMM = slot_B1M.expand(-1, self.max_length, -1)
-            visible_BMS = visible_BMS.scatter_(2, index_BMM, among_BMM.expand(index_BMM.shape))[..., :-1]
+            visible_BMS = visible_BMS.scatter_(2, index_BMM, tokens_BMM.expand(index_BMM.shape))[..., :-1]
             key_position_B1S = slot_S.expand(self.num_rows, 1, -1).scatter(2, slot_B1M, self.position_BM.unsqueeze(1))[..., :-1]
         if sliding_window is not None:
             visible_BMS &= key_position_B1S > position_BM1 - sliding_window

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import Draft, FixedLengthPolicy
+from specdec.core import Draft, FixedLengthPolicy, require_chain
 from specdec.policy.cost_table import CostTable
 
 AUTO_MAX_DRAFT = 8  # longest draft of num_speculative_tokens=auto, where the drafter has no limit of its own
@@ -153,6 +153,7 @@ class Adaptive:
         self.max_draft = max_draft
         self.auto = auto
         self.prunes = prunes
+        self.needs_confidence = prunes
         self.schedule = schedule
         # seconds that the k-th token of a draft adds, by k - 1 and rows; of verifying, by rows, then by draft tokens
         rows_R = np.arange(max_batch_size + 1)
@@ -191,8 +192,10 @@ class Adaptive:
         return self._explore(rows, self._best(survival_BK, max_draft_B, len(rows), drafting=True), max_draft_B)
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
+        require_chain(draft, "an adaptive policy")
         drafted_B = draft.length_B.numpy()
-        self.num_model_drafted_B = drafted_B if draft.num_model_drafted_B is None else draft.num_model_drafted_B
+        model_drafted_B = draft.num_model_drafted_B
+        self.num_model_drafted_B = drafted_B if model_drafted_B is None else model_drafted_B.numpy()
         self.num_rows_model_drafted = RATE_DECAY * self.num_rows_model_drafted + float((self.num_model_drafted_B > 0).sum())
         self.num_rows_drafted = RATE_DECAY * self.num_rows_drafted + float((drafted_B > 0).sum())
         width = draft.token_BK.shape[1]

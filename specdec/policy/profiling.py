@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from specdec import rejection
-from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer
-from specdec.engine import Clock, Engine
+from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer, Step, require_chain
+from specdec.engine import Engine
+from specdec.model.device import Timer
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy.cost_table import CostTable, identity
@@ -51,11 +52,11 @@ def verify_seconds(
     for repeat in range(repeats + 1):
         for n in sizes:
             tokens = torch.arange(num_rows * n, device=target.device) % target.vocab_size
-            clock = Clock(target.device)
+            timer = Timer(target.device)
             target.forward(cache, tokens, start_B, np.full(num_rows, n))
-            clock.mark()
+            timer.mark()
             if repeat:  # the first round warms up
-                times[n] += clock.seconds()
+                times[n] += timer.seconds()
     seconds = isotonic([min(times[n]) for n in sizes])
     return lambda n: float(np.interp(n, sizes, seconds))
 
@@ -65,6 +66,7 @@ class PaddedProposer(StatelessProposer):
 
     def __init__(self, inner: Proposer, max_draft: int):
         self.inner = inner
+        self.name = inner.name
         self.num_speculative_tokens = max_draft
         self.hidden_layers = inner.hidden_layers
         self.needs_logits = inner.needs_logits
@@ -75,6 +77,7 @@ class PaddedProposer(StatelessProposer):
         token_BK = context.last_token_B.unsqueeze(1).repeat(1, int(length_B.max()))
         if inner_limit := self.inner.num_speculative_tokens:
             draft = self.inner.propose(replace(context, max_draft_B=np.minimum(length_B, inner_limit)))
+            require_chain(draft, "measuring costs")
             token_BK[:, : draft.token_BK.shape[1]] = draft.token_BK
         return Draft(token_BK, torch.from_numpy(length_B))
 
@@ -92,6 +95,9 @@ class PaddedProposer(StatelessProposer):
 
     def reserve(self, rows: int, slots: int) -> None:
         self.inner.reserve(rows, slots)
+
+    def wipe(self) -> None:
+        self.inner.wipe()
 
 
 class FixedLength(FixedLengthPolicy):
@@ -131,7 +137,7 @@ def measure(
     policy = FixedLength()
     room = (repeats + 1) * sum(k + 1 for k in lengths) + 2
     # beyond a drafter's own limit there would be nothing to measure
-    limit = min(target.max_model_len, getattr(proposer, "max_model_len", None) or target.max_model_len)
+    limit = min(target.max_model_len, proposer.max_model_len or target.max_model_len)
     context = max(min(context, limit - room), 2)
     if context + room > limit:
         raise ValueError(
@@ -147,22 +153,21 @@ def measure(
     draft_s: list[list[float]] = []
     for rows in batch_sizes:
         # of a composed proposer, the component that takes time: whether a lookup matches made-up tokens says nothing
-        padded = PaddedProposer(getattr(proposer, "cost_proposer", None) or proposer, max_draft)
+        padded = PaddedProposer(proposer.cost_proposer or proposer, max_draft)
         engine = Engine(target, padded, verifier, rows, context + room, cache=cache, policy=policy)
         prompts = rng.integers(0, target.vocab_size, (rows, context)).tolist()
         engine.add(*(Request(f"{i}", ids, params, i) for i, ids in enumerate(prompts)))
-        engine.steps = []
+        steps: dict[int, list[Step]] = {length: [] for length in lengths}
         for repeat in range(repeats + 1):
             for policy.length in lengths:
                 engine.step()
                 advance()
-            if not repeat:
-                engine.steps.clear()
-        by_length = [engine.steps[j :: len(lengths)] for j in range(len(lengths))]
-        verify_s.append(isotonic([trimmed_mean([step.verify_s for step in steps]) for steps in by_length]))
-        draft_s.append(isotonic([trimmed_mean([step.draft_s for step in steps]) for steps in by_length]))
+                if repeat and engine.last_step is not None:
+                    steps[policy.length].append(engine.last_step)
+        verify_s.append(isotonic([trimmed_mean([step.verify_s for step in steps[length]]) for length in lengths]))
+        draft_s.append(isotonic([trimmed_mean([step.draft_s for step in steps[length]]) for length in lengths]))
         engine.abort_all()
-    getattr(proposer, "reset", lambda: None)()  # a memory of responses would know what was made up here
+    proposer.reset()  # a memory of responses would know what was made up here
     about = identity(target, proposer) | {
         "context": context,
         "repeats": repeats,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core import Draft, Verdict
+from specdec.core import Draft, Verdict, require_chain
 from specdec.rejection.standard import draft_q, live, residual, target_p
 from specdec.sampling import inverse_cdf
 
@@ -23,7 +23,9 @@ keyed_by = "step"
 
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """draft: token_BK, q_BKV or None; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossless."""
-    num_rows, num_draft = p_BJV.shape[0], p_BJV.shape[1] - 1
+    require_chain(draft, "rejection scheme block")
+    num_rows = p_BJV.shape[0]
+    num_draft = p_BJV.shape[1] - 1
     length_B = draft.length_B.to(p_BJV.device)
     p_BK, q_BK, live_BK = target_p(draft, p_BJV), draft_q(draft, p_BJV), live(draft, p_BJV)
     ratio_BK = torch.where(q_BK > 0, p_BK / q_BK, torch.where(p_BK > 0, torch.inf, 0.0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.core import Draft, Verdict
+from specdec.core import Draft, Verdict, require_chain
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -23,6 +23,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
 
 def compare(draft: Draft, y_BJ: Tensor) -> Verdict:
     """Judge a draft by the target's own tokens. With y the argmax, this is greedy verification under any lossless scheme."""
+    require_chain(draft, "rejection scheme match")
     num_draft = y_BJ.shape[1] - 1
     position = y_BJ.new_ones(num_draft).cumsum(0) - 1
     same_BK = (draft.token_BK == y_BJ[:, :-1]) & (position < draft.length_B.to(y_BJ.device).unsqueeze(-1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core import Draft, Verdict
+from specdec.core import Draft, Verdict, require_chain
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -19,6 +19,7 @@ keyed_by = "step"
 
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """draft: token_BK, q_BKV or None; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossless."""
+    require_chain(draft, "rejection scheme standard")
     num_positions = p_BJV.shape[1] - 1
     accept_BK = live(draft, p_BJV) & (u_BJ[:, :num_positions] * draft_q(draft, p_BJV) < target_p(draft, p_BJV))
     return settle(draft, p_BJV, u_BJ, accept_BK)

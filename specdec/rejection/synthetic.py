@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core import Draft, Verdict
+from specdec.core import Draft, Verdict, require_chain
 from specdec.rejection.standard import live, settle
 
 lossless = False
@@ -68,6 +68,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates
 
     The rates may be more than this step's K: a row near its length limit drafts less than the method's K.
     """
+    require_chain(draft, "rejection scheme synthetic")
     num_draft = p_BJV.shape[1] - 1
     rates = conditional(synthetic_acceptance_rates)[:num_draft]
     rate_K = torch.tensor(rates, dtype=torch.float64, device=p_BJV.device)

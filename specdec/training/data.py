@@ -32,7 +32,7 @@ from specdec.chat.conversation import (
 from specdec.chat.spelling import spelled_for, supervised_turns
 from specdec.chat.template import ChatTemplate, Message, unread_template_kwargs
 from specdec.checked import first_line, short_repr
-from specdec.training.samples import Sample
+from specdec.drafter.batch import Sample
 
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
 # Columns that token ids are made of, so that a row with token ids uses these, too.

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from specdec.core import Proposer, Request
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.engine import Engine
 from specdec.measure import stats
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier
-from specdec.training.samples import Sample
 from specdec.training.state import TrainState
 
 TEXT_PROMPT = 64  # tokens, as in the second stage of the MLP speculator

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.training.evaluate import validation_metrics
-from specdec.training.samples import Sample, batch_indices
+from specdec.training.samples import batch_indices
 from specdec.training.settings import Settings
 from specdec.training.state import TrainState
 

@@ -103,7 +103,7 @@ def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
     elif cfg.features.path:
         source = features.StoredFeatures(cfg.features.path, target, drafter.hidden_layers, cfg.features.layer_ids)
         for sample in (*samples, *held_out):  # found now, not in the middle of a run
-            source.place(sample)
+            source.locate(sample)
     else:
         source = features.OnlineFeatures(target, drafter.hidden_layers, int(cfg.features.keep_gb * 2**30))
     feature_sample = None

@@ -5,24 +5,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from specdec.chat.template import token_ids_of_template
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A rendered conversation with a name. token_n: int64 [n]; mask_n: bool [n], True where a token is supervised; part_of: the
-    name of the conversation, where that makes several samples."""
-
-    id: str
-    token_n: np.ndarray
-    mask_n: np.ndarray
-    part_of: str | None = None
+from specdec.drafter.batch import Sample
 
 
 def split_validation(samples: Iterable[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

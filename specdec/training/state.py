@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specdec.checked import first_line
 from specdec.checkpoint import native
+from specdec.drafter.batch import Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import apply_umask, writing
 from specdec.training.metrics import MetricWindow
-from specdec.training.samples import Sample
 from specdec.training.settings import Settings
 
 

@@ -283,9 +283,9 @@ class Slow:
         self.num_steps = steps
         self.waiting: list[Request] = []
         self.running: list[list[Any]] = []
-        self.steps: list[Step] | None = None
+        self.last_step: Step | None = None
         self.cleared = False
-        self.now = time.perf_counter
+        self.clock = time.perf_counter
 
     @property
     def num_running(self) -> int:
@@ -301,10 +301,9 @@ class Slow:
             request = self.waiting.pop(0)
             request.stats.queue_s = time.perf_counter() - request.added_at
             self.running.append([request, 0])
-        assert self.steps is not None
         time.sleep(self.step_s)
         one = np.ones(1, dtype=np.int64)
-        self.steps.append(Step(2 * one, one, one, 2 * one, 0.001, 0.002, 0.003, time.perf_counter()))
+        self.last_step = Step(2 * one, one, one, 2 * one, 0.001, 0.002, 0.003, time.perf_counter())
         self.running[0][1] += 1
         if self.running[0][1] == self.num_steps:
             return [self.running.pop()[0]]
@@ -333,7 +332,6 @@ def test_a_request_that_comes_during_a_step_waits_from_then_on() -> None:
     assert len(turns) == 6
     assert (turns[0].drafted, turns[0].verified, turns[0].accepted, turns[0].emitted) == (2, 1, 1, 2)
     assert all(t.wall_s >= 0.05 for t in turns)
-    assert engine.steps is None
     assert not engine.cleared
 
 
@@ -383,7 +381,7 @@ def test_warming_up_leaves_nothing_behind(target: CausalLM) -> None:
 def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tasks.load(short_tasks(tmp_path / "t", 5))
     engines = {
-        name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2)
+        name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2, clock=serving.Stopwatch())
         for name, own in (("none", {}), ("draft_model", {"model": "tiny", "num_speculative_tokens": 2}))
     }
     records = {name: serving.RunRecord() for name in engines}

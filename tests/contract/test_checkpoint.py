@@ -32,12 +32,12 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.drafter import unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter
 from specdec.drafter.base import Init
+from specdec.drafter.batch import Sample
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
 from specdec.speculative_config import SpeculativeConfig
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, call, rows_of
 from support.targets import changed, made_once
 

@@ -30,7 +30,7 @@ from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Request
 from specdec.drafter import unroll
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.method.draft_model import DraftModel, Init
 from specdec.method.pard import Pard
 from specdec.model.target import CausalLM
@@ -38,7 +38,7 @@ from specdec.params import SamplingParams
 from specdec.training import data
 from specdec.training.features import OnlineFeatures, TokenSource
 from specdec.training.loop import fit
-from specdec.training.samples import Sample, mask_token
+from specdec.training.samples import mask_token
 from specdec.training.settings import Settings
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import SAMPLES, close, decode, gradients, plain, prompts, sample

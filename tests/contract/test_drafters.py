@@ -33,7 +33,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Policy, Request
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Init
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.block import BlockDrafter
 from specdec.engine import Engine
 from specdec.method.mlp import MLP
@@ -45,7 +45,6 @@ from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
 from specdec.training.evaluate import prompts_of
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from support.errors import refused

@@ -23,13 +23,12 @@ from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter, Geometry
 from specdec.drafter.base import Init, UnrolledObjective
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.method import eagle
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Architecture, Eagle3
 from specdec.model.target import CausalLM
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, plain, prompts, sample
 from support.table import Restless
 from support.targets import loaded

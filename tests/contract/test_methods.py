@@ -119,8 +119,6 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
         vocab = int(rng.integers(1, 6))
         plain = Ngram(k, **given)
         device = NgramGpu(tiny(), k, **given)
-        plain.return_confidence = True
-        device.return_confidence = True
         device.reserve(5, 20)
         device.reserve(5, SLOTS)
         texts = {row: rng.integers(0, vocab, rng.integers(1, 30)).tolist() for row in range(5)}
@@ -128,7 +126,8 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
             device.on_start(row, Request("", tokens, SamplingParams()))
         for _ in range(8):
             rows = np.flatnonzero(rng.random(5) < 0.7).tolist() or [2]
-            now = context(plain, {row: texts[row] for row in rows}, max_draft=rng.integers(0, k + 1, len(rows)).tolist())
+            max_draft = rng.integers(0, k + 1, len(rows)).tolist()
+            now = context(plain, {row: texts[row] for row in rows}, max_draft, return_confidence=True)
             want = plain.propose(now)
             got = device.propose(now)
             assert torch.equal(got.length_B, want.length_B)
@@ -163,8 +162,8 @@ def test_ngram_evidence() -> None:
     proposer = Ngram(2, prompt_lookup_min=2, prompt_lookup_max=2)
     text = [1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2]
     assert proposer.propose(context(proposer, {0: text})).confidence_BKF is None, "nobody asked"
-    proposer.return_confidence = True
-    draft = proposer.propose(context(proposer, {0: text, 1: [4, 5], 2: [5, 5, 6, 5, 5]}))
+    texts = {0: text, 1: [4, 5], 2: [5, 5, 6, 5, 5]}
+    draft = proposer.propose(context(proposer, texts, return_confidence=True))
     assert draft.length_B.tolist() == [2, 0, 2]
     assert draft.confidence_BKF is not None
     assert draft.confidence_BKF[1].count_nonzero() == 0
@@ -291,10 +290,9 @@ def test_evidence_changes_no_draft(make: Make) -> None:
     for proposer in (plain, telling):
         for row, tokens in TEXTS.items():
             begin(proposer, row, tokens[:-1])
-    telling.return_confidence = True
     for temperature in (0.0, 0.8):
         silent = check(plain, context(plain, TEXTS, temperature=temperature))
-        draft = check(telling, context(telling, TEXTS, temperature=temperature))
+        draft = check(telling, context(telling, TEXTS, temperature=temperature, return_confidence=True))
         assert silent.confidence_BKF is None
         assert torch.equal(draft.length_B, silent.length_B)
         live_BK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)

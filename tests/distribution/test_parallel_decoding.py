@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig
 
 from specdec import LLM, SamplingParams
-from specdec.core import Context, Policy
+from specdec.core import Context, FixedLengthPolicy
 from specdec.engine import Engine
 from specdec.measure.stats import Totals
 from specdec.model import distributed, tensor_parallel
@@ -47,7 +47,7 @@ class Moody:
         return [self.rng.integers(97, 123, self.rng.integers(0, most + 1)).tolist() for most in context.max_draft_B]
 
 
-class Hasty(Policy):
+class Hasty(FixedLengthPolicy):
     """Decides by chance, as one does that measures times."""
 
     def __init__(self) -> None:

@@ -57,7 +57,6 @@ NOT_YET = {  # files that still have some
     "specdec/params.py",
     "specdec/rejection/block.py",
     "specdec/sampling.py",
-    "specdec/training/features.py",
     "specdec/training/loop.py",
     "specdec/training/recipe.py",
     "eval/bench.py",

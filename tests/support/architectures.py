@@ -23,11 +23,11 @@ from transformers.utils import logging as transformers_logging
 from specdec import hub, method, rejection
 from specdec.core import Request
 from specdec.drafter.base import Init
+from specdec.drafter.batch import Sample
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -14,12 +14,11 @@ from specdec import method, rejection
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Policy, Request
 from specdec.drafter.autoregressive import AutoregressiveDrafter
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
-from specdec.training.samples import Sample
 from support.targets import loaded
 
 VOCAB = 320  # of the tiny models

@@ -38,12 +38,12 @@ with script.one_line():
     import torch
     from safetensors.torch import load_file
 
+    from specdec import artifact
     from specdec.checkpoint import native
     from specdec.config import CONF
     from specdec.measure import records
     from specdec.method import eagle3, ngram, suffix  # noqa: F401
     from specdec.model.target import CausalLM
-    from specdec.training import features
 
 ROOT = CONF.parent
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -212,9 +212,9 @@ def extracted(out_dir: Path) -> Any:
     no_rests(out_dir)
     found: dict[str, Any] = {}
     for path in sorted(out_dir.glob("*.safetensors")):
-        for place, token_n in features.places(path):
+        for place, token_n in artifact.locations(path):
             assert place.id not in found, f"sample {place.id} is stored twice"
-            features.read(place)
+            artifact.read(place)
             found[place.id] = place.sha256, token_n.tolist()
     return found
 

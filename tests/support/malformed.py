@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from specdec import LLM, SamplingParams, checkpoint, hub, method
+from specdec import LLM, SamplingParams, artifact, checkpoint, hub, method
 from specdec.checked import Checked
 from specdec.checkpoint import lint, native
 from specdec.config import CONF
@@ -938,7 +938,7 @@ def resume_cases() -> Iterator[Case]:
 
 def manifest_cases() -> Iterator[Case]:
     target = tiny().target
-    whole = features.identity(target, (1, target.num_layers))
+    whole = artifact.manifest_of(target, (1, target.num_layers))
 
     def case(name: str, content: bytes, weights: bool = False) -> Case:
         def action(scratch: Path) -> Any:

@@ -34,6 +34,7 @@ def context(
     texts: dict[int, list[int]],
     max_draft: list[int] | None = None,
     temperature: float = 0.0,
+    return_confidence: bool = False,
 ) -> Context:
     """What the engine hands over: committed tokens of some cache rows, in the order of the rows.
 
@@ -56,6 +57,7 @@ def context(
     generator = torch.Generator().manual_seed(len(rows))
     params = SamplingParams(temperature=temperature, max_tokens=64)
     return Context(
+        return_confidence=return_confidence,
         rows=rows,
         requests=[Request(str(row), texts[row], params) for row in rows],
         token_RL=token_RL,

@@ -33,6 +33,7 @@ from specdec import method, rejection
 from specdec.core import Context, Draft, Policy, Proposer
 from specdec.drafter.base import Init
 from specdec.model.contract import Contract
+from specdec.model.kv import CAUSAL, Visibility
 from specdec.model.target import CausalLM, Output
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive, Scheduled
@@ -165,7 +166,9 @@ class TableLM(CausalLM):
         last_only: bool = False,
         hidden_layers: tuple[int, ...] = (),
         logits_at_N: np.ndarray | None = None,
+        visibility: Visibility = CAUSAL,
     ) -> Output:
+        assert visibility is CAUSAL, "its cache holds chains"
         token_N = token_N.numpy()
         assert len(token_N) == length_B.sum() > 0
         assert len(start_B) == len(length_B)
@@ -411,6 +414,8 @@ def with_models(name: str, settings: dict[str, Any], target: CausalLM, drafters:
 class Restless:
     """Lengths by lot, a third of them 0; and of what is drafted, a part by lot is kept."""
 
+    needs_confidence = False
+
     def __init__(self, most: int = NUM_DRAFT) -> None:
         self.most = most
         self.rng = np.random.default_rng(3)
@@ -454,7 +459,6 @@ POLICIES: dict[str, Callable[[Proposer, int], Policy]] = {
 
 
 def policy(name: str, drafting: Proposer, rows: int) -> Policy:
-    drafting.return_confidence = name in ("prunes", "both")
     return POLICIES[name](drafting, rows)
 
 

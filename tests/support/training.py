@@ -19,9 +19,9 @@ from torch import Tensor
 from specdec import method
 from specdec.checkpoint.native import Checkpoint
 from specdec.drafter.base import Init
+from specdec.drafter.batch import Sample
 from specdec.training.features import OnlineFeatures
 from specdec.training.loop import fit
-from specdec.training.samples import Sample
 from specdec.training.settings import Settings
 from support.drafters import REDUCED
 from support.targets import loaded

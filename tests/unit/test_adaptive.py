@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec import method
-from specdec.core import Context, Draft, Request
+from specdec.core import Context, Draft, Request, StatelessProposer
 from specdec.engine import Engine
 from specdec.llm import LLM
 from specdec.model.target import CausalLM
@@ -88,6 +88,8 @@ class ByTheDrawnToken(Scheduled):
 class ByWhatComesAfter(Scheduled):
     """Forbidden too: whether a token stays hangs on the law after it, which was made from it."""
 
+    needs_confidence = True
+
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         assert draft.confidence_BKF is not None
         return np.where((draft.confidence_BKF[:, -1, 0] > 0.3).numpy(), draft.length_B.numpy(), 0)
@@ -96,7 +98,6 @@ class ByWhatComesAfter(Scheduled):
 @pytest.mark.parametrize("deciding", [ByTheDrawnToken, ByWhatComesAfter])
 def test_forbidden_rules_do_not_fit(deciding: type[Scheduled]) -> None:
     drafting = adverse(SMALL)
-    drafting.return_confidence = True
     rule = deciding([[1, 1, NUM_DRAFT]], NUM_DRAFT)
     assert misfit(SMALL, decode(SMALL, drafting, scheme("standard"), num_requests=400, rows=8, deciding=rule)) > 1
 
@@ -190,7 +191,7 @@ def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalL
         drafting, _ = plan.build(target)
         deciding = plan.policy.build(target, drafting, 1)
         assert isinstance(deciding, Adaptive)
-        assert (deciding.auto, deciding.prunes, drafting.return_confidence) == (not weighed, weighed, weighed)
+        assert (deciding.auto, deciding.prunes, deciding.needs_confidence) == (not weighed, weighed, weighed)
 
 
 def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
@@ -493,7 +494,6 @@ def test_evidence_is_of_the_law_and_not_of_the_token() -> None:
             return super().verify_lengths(rows, draft)
 
     drafting = adverse(SMALL)
-    drafting.return_confidence = True
     deciding = Watching(costs(), NUM_DRAFT, 1, auto=False, prunes=True, num_confidence_features=1)
     decode(SMALL, drafting, scheme("standard"), num_requests=2, rows=1, deciding=deciding)
     for odds_BK, top_BK in seen:
@@ -505,7 +505,7 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
     handed: dict[int, list[Tensor]] = {0: [], 1: []}
     taken: list[int] = []
 
-    class Mine:
+    class Mine(StatelessProposer):
         num_speculative_tokens = 2
         hidden_layers = (1,)
 
@@ -549,5 +549,5 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
 def wrap(own: Any, target: TableLM) -> Any:
     """A CustomClass around an object that is there already."""
     wrapped = method.build("custom_class", target, model="support.table.Ragged", num_speculative_tokens=2)
-    wrapped.own, wrapped.hidden_layers = own, own.hidden_layers  # type: ignore[attr-defined]
+    wrapped.inner, wrapped.hidden_layers = own, own.hidden_layers  # type: ignore[attr-defined]
     return wrapped

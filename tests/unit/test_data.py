@@ -23,11 +23,12 @@ from specdec import hub
 from specdec.chat.answers import Rendered, UnstableTemplate
 from specdec.chat.conversation import parse_tools
 from specdec.chat.template import unread_template_kwargs, user_frame
+from specdec.drafter.batch import Sample
 from specdec.measure.tasks import DEMO as EVALUATION
 from specdec.model.target import CausalLM
 from specdec.training import data
 from specdec.training.data import load, render
-from specdec.training.samples import Sample, _permutation, batch_indices, draft_vocabulary, fingerprint, split_validation
+from specdec.training.samples import _permutation, batch_indices, draft_vocabulary, fingerprint, split_validation
 
 Messages = list[dict[str, Any]]
 VOCAB = 320

@@ -499,7 +499,7 @@ def test_a_prompt_in_chunks_is_the_prompt(case: Case, chunk: int) -> None:
     num_reading = 0
     while engine.num_running or engine.waiting:
         engine.step()
-        num_reading += bool((engine.cached_R < engine.prompt_R).any())
+        num_reading += bool((engine.state.cached_R < engine.state.num_prompt_R).any())
     assert num_reading == math.ceil(23 / chunk) - 1
     assert outputs(requests) == [decode_reference(TABLE.logits_after, r)[0] for r in requests]
 
@@ -512,7 +512,7 @@ def test_a_long_prompt_does_not_hold_the_others_up() -> None:
     for request in engine.run([long, short]):
         order.append(request)
         if request is short:
-            assert engine.cached_R[0] < 60, "the long prompt is still being read"
+            assert engine.state.cached_R[0] < 60, "the long prompt is still being read"
     assert order == [short, long]
 
 

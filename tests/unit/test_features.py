@@ -28,14 +28,14 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec import hub
+from specdec import artifact, hub
+from specdec.artifact import Writer, manifest_of
 from specdec.config import CONF
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.measure import records
 from specdec.model.target import CausalLM
 from specdec.training import data, features
-from specdec.training.features import OnlineFeatures, StoredFeatures, Writer, extract, identity
-from specdec.training.samples import Sample
+from specdec.training.features import OnlineFeatures, StoredFeatures, extract
 
 TRAIN = CONF.parent / "train"
 LISTS = [(), (0,), (4,), (1, 3), (3, 1), (0, 1, 2, 3, 4)]
@@ -55,7 +55,7 @@ def samples_of(count: int, seed: int = 0, longest: int = 40) -> list[Sample]:
 
 def write(source: OnlineFeatures, samples: list[Sample], directory: Path, shard_bytes: int = 20_000, **options: Any) -> Path:
     """StoredFeatures of these samples, in several files."""
-    extract(source, samples, Writer(directory, identity(source.target, source.layers), shard_bytes, **options), nothing)
+    extract(source, samples, Writer(directory, manifest_of(source.target, source.layers), shard_bytes, **options), nothing)
     return directory
 
 
@@ -80,9 +80,9 @@ def contents(directory: Path) -> dict[str, dict[str, Tensor]]:
     """By sample id, everything that is stored of it; each is read against its hash."""
     found = {}
     for path in sorted(directory.glob("*.safetensors")):
-        for place, _ in features.places(path):
+        for place, _ in artifact.locations(path):
             assert place.id not in found, "no sample is there twice"
-            found[place.id] = features.read(place)
+            found[place.id] = artifact.read(place)
     return found
 
 
@@ -196,7 +196,7 @@ def test_states_and_laws_are_those_of_transformers(architecture: str) -> None:
         with torch.no_grad():
             out = theirs(torch.from_numpy(sample.token_n)[None], output_hidden_states=True)
         want = torch.stack([state[0] for state in [*out.hidden_states[:-1], pre_norm[-1]]], 1)
-        own = source.of(sample)
+        own = source.compute(sample)
         torch.testing.assert_close(own.hidden_nTD, want, rtol=1e-4, atol=1e-3 if len(sample.token_n) > 100 else 1e-4)
         assert own.argmax_n is not None
         assert own.logsumexp_n is not None
@@ -233,8 +233,8 @@ def test_a_sample_has_the_same_bits_in_any_company(architecture: str, dtype: str
                 alone = first[own[i].id]
                 for key in ("token_N", "hidden_NTD", "argmax_N", "logsumexp_N"):
                     assert torch.equal(getattr(together, key)[a:b], getattr(alone, key)), key
-    assert 0 < keeping.kept_bytes <= 20_000
-    assert 0 < len(keeping.kept) < 6
+    assert 0 < keeping.cached_bytes <= 20_000
+    assert 0 < len(keeping.cached) < 6
 
 
 def test_what_is_captured_can_take_part_in_training(target: CausalLM, samples: list[Sample], whole: Path) -> None:
@@ -315,7 +315,7 @@ def test_the_manifest_says_where_states_come_from(target: CausalLM, whole: Path)
 
 
 def test_the_bytes_that_are_said_are_those_on_disk(target: CausalLM, samples: list[Sample], whole: Path) -> None:
-    said = features.num_bytes(target, (1, 3, 4), samples)
+    said = artifact.num_bytes(target, (1, 3, 4), samples)
     stored = sum(tensor.nbytes for tensors in contents(whole).values() for tensor in tensors.values())
     assert said == stored
     tokens = sum(len(sample.token_n) for sample in samples)
@@ -337,23 +337,23 @@ def test_extraction_that_is_interrupted_goes_on(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        extract(source, samples, Writer(tmp_path, identity(target, source.layers), 20_000), advance)
+        extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers), 20_000), advance)
     rest = tmp_path / ".hidden-99.tmp"  # as a process that was killed leaves it: safetensors has temporary names of its own
     rest.mkdir()
     (rest / ".tmp02EJKL").write_bytes(b"half")
     before = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
     stored = len(contents(tmp_path))
-    made = extract(source, samples, Writer(tmp_path, identity(target, source.layers), 20_000), nothing)
+    made = extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers), 20_000), nothing)
     assert made == len(samples) - stored
     assert all(path.read_bytes() == was for path, was in before.items())
     assert not list(tmp_path.glob(".*"))
     equal_contents(tmp_path, whole)
-    assert extract(source, samples, Writer(tmp_path, identity(target, source.layers), 20_000), nothing) == 0
+    assert extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers), 20_000), nothing) == 0
 
 
 def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: list[Sample], tmp_path: Path) -> None:
     """A process killed while it writes leaves one; so does one that is writing just now."""
-    real = features.save_file
+    real = artifact.save_file
 
     def killed(tensors: Any, path: Path, metadata: Any = None) -> None:
         real(tensors, path, metadata)
@@ -365,7 +365,7 @@ def test_a_file_under_a_temporary_name_is_never_read(target: CausalLM, samples: 
     source = OnlineFeatures(target, (1, 3))
     write(source, samples[:4], tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "save_file", killed)
+        patch.setattr(artifact, "save_file", killed)
         with pytest.raises(KeyboardInterrupt):
             write(source, samples, tmp_path)
     assert len([path for path in tmp_path.iterdir() if path.name.startswith(".")]) == 1
@@ -379,9 +379,9 @@ def test_two_writers_of_one_directory_overwrite_nothing(target: CausalLM, sample
     """Both begin with the same number, and write in turn; what one has placed stays as it is."""
     source = OnlineFeatures(target, (1, 3))
     seen = dict[Path, bytes]()
-    writers = [Writer(tmp_path, identity(target, source.layers), 0) for _ in range(2)]
+    writers = [Writer(tmp_path, manifest_of(target, source.layers), 0) for _ in range(2)]
     for i, sample in enumerate(samples):
-        writers[i % 2].add(sample, source.of(sample))
+        writers[i % 2].add(sample, source.compute(sample))
         assert {path: path.read_bytes() for path in seen} == seen
         seen = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
         assert len(seen) == i + 1
@@ -420,13 +420,13 @@ def test_a_damaged_file_is_found_and_made_again(
     target: CausalLM, samples: list[Sample], whole: Path, copied: Path, damage: Callable[[Path], None]
 ) -> None:
     victim = sorted(copied.glob("*.safetensors"))[1]
-    inside = len(list(features.places(victim)))
+    inside = len(list(artifact.locations(victim)))
     damage(victim)
     with pytest.raises(ValueError, match=victim.name) as error:
         StoredFeatures(copied, target, (1, 3))(samples)
     assert "extract again with resume=true" in line(error)
     source = OnlineFeatures(target, (1, 3))
-    assert extract(source, samples, Writer(copied, identity(target, source.layers), 20_000), nothing) == inside
+    assert extract(source, samples, Writer(copied, manifest_of(target, source.layers), 20_000), nothing) == inside
     equal_contents(copied, whole)
 
 
@@ -457,12 +457,12 @@ def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, 
             path.write_bytes(bytes(bad))
             got, said = tried(lambda: StoredFeatures(tmp_path, target, (3,))(own))
             assert said.startswith(str(tmp_path)) if said else same(got, want) is None, f"byte {place}: {said}"
-            inside, said = tried(lambda: [features.read(where) for where, _ in features.places(path)])
+            inside, said = tried(lambda: [artifact.read(where) for where, _ in artifact.locations(path)])
             assert said.startswith(str(path)) if said else len(inside) == 3, f"byte {place}: {said}"
     for place in map(int, rng.choice(len(good), 12, replace=False)):
         path.write_bytes(good)
         flip(path, place)
-        extract(source, own, Writer(tmp_path, identity(target, source.layers)), nothing)
+        extract(source, own, Writer(tmp_path, manifest_of(target, source.layers)), nothing)
         same(StoredFeatures(tmp_path, target, (3,))(own), want)
         for rest in tmp_path.glob("*.safetensors"):
             rest.unlink()
@@ -487,7 +487,7 @@ def test_another_target_is_refused(target: CausalLM, samples: list[Sample], whol
     assert other.name in line(error)
     source = OnlineFeatures(other, (1, 3))
     with pytest.raises(ValueError, match=r"manifest.json: target is 'tiny-llama', not .*; use another out_dir="):
-        Writer(whole, identity(other, source.layers))
+        Writer(whole, manifest_of(other, source.layers))
 
 
 def test_artifacts_of_another_dtype_are_refused(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_files_without_a_manifest_of_another_target_are_refused(
 
 def test_a_directory_is_of_one_set_of_layers(target: CausalLM, copied: Path) -> None:
     with pytest.raises(ValueError, match=r"layer_ids is \[1, 3, 4\], not \[2, 4\]; use another out_dir="):
-        Writer(copied, identity(target, (2, 4)))
+        Writer(copied, manifest_of(target, (2, 4)))
     for broken in ("{", '{"format": "x", "version": 1}', '{"format": "specdec-hidden-states", "version": 2}', "[]", ""):
         (copied / "manifest.json").write_text(broken)
         with pytest.raises(ValueError, match=r"manifest\.json") as error:
@@ -575,7 +575,7 @@ def test_a_disk_that_is_too_small_is_said_before(
 def test_a_disk_that_fills_up_leaves_whole_files_only(
     target: CausalLM, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    real = features.save_file
+    real = artifact.save_file
     source = OnlineFeatures(target, (1, 3))
     count = 0
 
@@ -587,7 +587,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_only(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path, metadata)
 
-    monkeypatch.setattr(features, "save_file", full)
+    monkeypatch.setattr(artifact, "save_file", full)
     with pytest.raises(OSError, match=r"could not be written \(.*No space left on device.*\); is the disk full\?") as error:
         write(source, samples, tmp_path, plain=plain)
     assert str(tmp_path) in line(error)
@@ -595,7 +595,7 @@ def test_a_disk_that_fills_up_leaves_whole_files_only(
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == 2
     before = [path.read_bytes() for path in files]
-    monkeypatch.setattr(features, "save_file", real)
+    monkeypatch.setattr(artifact, "save_file", real)
     stored = StoredFeatures(write(source, samples, tmp_path, plain=plain), target, (1, 3))
     assert [path.read_bytes() for path in files] == before
     same(stored(samples), source(samples))
@@ -610,7 +610,7 @@ def test_files_as_vllm_writes_them_are_read(target: CausalLM, samples: list[Samp
     source = OnlineFeatures(target, (1, 3))
     for i, sample in enumerate(samples):
         keep = len(sample.token_n) - lacking
-        states = source.of(sample).hidden_nTD[:keep].contiguous()
+        states = source.compute(sample).hidden_nTD[:keep].contiguous()
         save_file(
             {"hidden_states": states, "token_ids": torch.from_numpy(sample.token_n[:keep])}, tmp_path / f"r{i}.safetensors"
         )
@@ -632,7 +632,7 @@ def test_files_as_vllm_writes_them_are_read(target: CausalLM, samples: list[Samp
 def test_files_of_32_bit_tokens_are_read(target: CausalLM, samples: list[Sample], tmp_path: Path) -> None:
     source = OnlineFeatures(target, ())
     for sample in samples:
-        tensors = {"hidden_states": source.of(sample).hidden_nTD, "token_ids": torch.from_numpy(sample.token_n).int()}
+        tensors = {"hidden_states": source.compute(sample).hidden_nTD, "token_ids": torch.from_numpy(sample.token_n).int()}
         save_file(tensors, tmp_path / f"{sample.id}.safetensors")
     same(StoredFeatures(tmp_path, target, (), [4])(samples), source(samples))
 
@@ -955,7 +955,7 @@ def test_greedy_answers_are_what_the_target_says(prepared: Path) -> None:
     assert {row["id"] for row in greedy} == {"one", "three", "line 5"}
     for row in greedy:
         sample = Sample(row["id"], np.array(row["input_ids"]), np.array(row["loss_mask"], dtype=bool))
-        chosen = OnlineFeatures(model, ()).of(sample).argmax_n
+        chosen = OnlineFeatures(model, ()).compute(sample).argmax_n
         assert chosen is not None
         assert sample.token_n[1:][sample.mask_n[1:]].tolist() == chosen[:-1][torch.from_numpy(sample.mask_n[1:])].tolist()
 

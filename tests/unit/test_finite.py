@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from specdec import hub, method, rejection
 from specdec.checkpoint import causal_lm
-from specdec.core import Request
+from specdec.core import Policy, Request
 from specdec.drafter.base import Init
+from specdec.drafter.batch import Sample
 from specdec.engine import Engine
 from specdec.model.target import CausalLM, is_finite
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive
 from specdec.policy.cost_table import CostTable
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 from support.table import TableLM
 
 NAN = float("nan")
@@ -44,8 +44,10 @@ def request(name: str, ids: list[int], **params: Any) -> Request:
     return Request(name, ids, SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params}))
 
 
-def engine(target: CausalLM, name: str = "none", scheme: str = "standard", rows: int = 3, **settings: Any) -> Engine:
-    return Engine(target, method.build(name, target, **settings), rejection.build(scheme), max_batch_size=rows)
+def engine(
+    target: CausalLM, name: str = "none", scheme: str = "standard", rows: int = 3, policy: Policy | None = None, **settings: Any
+) -> Engine:
+    return Engine(target, method.build(name, target, **settings), rejection.build(scheme), max_batch_size=rows, policy=policy)
 
 
 SPOILED = {
@@ -78,7 +80,6 @@ def test_the_first_step_without_a_law_ends_the_run(
     good = [5, 0, 1]
     bad = [0, 1, 2]
     run = engine(target, name, **settings)
-    run.steps = []
     requests = [request("a", good, max_tokens=4), request("b", bad, **WAYS[params]), request("c", good, max_tokens=4)]
     words = ("request b, after 5 tokens", "logits of counting are not finite (nan or inf) in float32", "fetch the model again")
     one_line(lambda: list(run.run(requests)), *words)
@@ -160,10 +161,9 @@ def test_adaptive_verification_hides_no_drafter_without_numbers(
 ) -> None:
     """The policy would verify nothing of such a draft, and nobody would ever hear of it."""
     target = CausalLM("tiny-qwen3", "float32", "cpu")
-    run = engine(target, "draft_model", model=spoiled, **DRAFTED["draft_model, drawn"])
-    run.proposer.return_confidence = True
     costs = CostTable([1, 4], [0, 1, 3], [[0.01, 0.011, 0.013], [0.011, 0.014, 0.02]], [[0.0, 0.001, 0.003]] * 2, {})
-    run.policy = Adaptive(costs, 3, 3, auto=False, prunes=True, num_confidence_features=run.proposer.num_confidence_features)
+    deciding = Adaptive(costs, 3, 3, auto=False, prunes=True, num_confidence_features=1)
+    run = engine(target, "draft_model", policy=deciding, model=spoiled, **DRAFTED["draft_model, drawn"])
     requests = [request("a", [70, 71], temperature=temperature), request("b", [70, BAD, 71], temperature=temperature)]
     one_line(lambda: list(run.run(requests)), "request b, after 4 tokens", "drafter's logits", "not finite")
 
@@ -183,7 +183,7 @@ def test_a_drafter_without_numbers(name: str, temperature: float, one_line: Call
             {"method": "draft_model", "num_speculative_tokens": 2, "model": str(target.path)},
         ]
         run.proposer = method.build("hybrid", target, num_speculative_tokens=2, proposers=parts)
-        run.proposer.turns[1].proposer = drafter
+        run.proposer.components[1].proposer = drafter
         run.proposer.compose()
     who = "draft_model" if name == "hybrid" else "eagle3"
     requests = [request(i, [70, 71, 72], temperature=temperature) for i in "ab"]

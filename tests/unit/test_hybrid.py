@@ -101,16 +101,13 @@ def test_evidence_has_columns_for_each_part() -> None:
     alone = []
     for own, row in zip(parts, texts, strict=True):
         proposer: Any = build(own)
-        proposer.return_confidence = True
         begin(proposer, row, texts[row][:-1])
-        alone.append(proposer.propose(context(proposer, {row: texts[row]})).confidence_BKF[0])
+        alone.append(proposer.propose(context(proposer, {row: texts[row]}, return_confidence=True)).confidence_BKF[0])
     proposer = build(*parts)
     assert proposer.num_confidence_features == 5
-    assert not proposer.return_confidence
-    proposer.return_confidence = True
     for row, tokens in texts.items():
         begin(proposer, row, tokens[:-1])
-    confidence_BKF = proposer.propose(context(proposer, texts)).confidence_BKF
+    confidence_BKF = proposer.propose(context(proposer, texts, return_confidence=True)).confidence_BKF
     assert torch.equal(confidence_BKF[0], torch.cat([alone[0], torch.zeros(NUM_DRAFT, 2)], 1))
     torch.testing.assert_close(confidence_BKF[1], torch.cat([torch.zeros(NUM_DRAFT, 3), alone[1]], 1))
     assert (confidence_BKF[0, :, 0] == 1).all()
@@ -204,12 +201,12 @@ def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
     while engine.num_running or engine.waiting:
         engine.step()
         steps += 1
-        held = [sum(len(part) for _, part in own) for own in turn.kept.values()]
+        held = [sum(len(part) for _, part in own) for own in turn.pending_R.values()]
         kept = max(kept, *held, 0) if held else kept
         if steps == 2 * MAX_PENDING_STATES:
             gate.open = False
     assert MAX_PENDING_STATES // 2 < kept <= MAX_PENDING_STATES + NUM_DRAFT + 1
-    assert not turn.kept, "a row that is free holds nothing"
+    assert not turn.pending_R, "a row that is free holds nothing"
     assert set(requests[0].stats.proposer) == {"ngram", "eagle3", ""}
 
 

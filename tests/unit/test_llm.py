@@ -824,7 +824,7 @@ def test_a_custom_class_gets_the_whole_context(classes: str, plain: LLM) -> None
     (result,) = generate(llm, PROMPTS[0])
     assert tokens([result]) == tokens(generate(plain, PROMPTS[0]))
     assert max(result.request.stats.drafted) == 3, "six tokens were offered, K is three"
-    mine = llm.engine.proposer.own
+    mine = llm.engine.proposer.inner
     assert (mine.begun, mine.ended) == ((0, result.request_id), 0)
 
 

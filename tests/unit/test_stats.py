@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from specdec.core import RequestStats
-from specdec.engine import Clock
 from specdec.measure import records, stats
 from specdec.measure.report import run as run_report
+from specdec.model.device import Timer
 from specdec.model.target import CausalLM
 from specdec.policy import profiling
 
@@ -362,7 +362,7 @@ def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) 
     forward = target.forward
     lengths = []
 
-    class Falling(Clock):
+    class Falling(Timer):
         def seconds(self) -> list[float]:
             return [1.0 / lengths[-1]]
 
@@ -370,7 +370,7 @@ def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) 
         lengths.append(int(length_B[0]))
         return forward(cache, tokens, start_B, length_B)
 
-    monkeypatch.setattr(profiling, "Clock", Falling)
+    monkeypatch.setattr(profiling, "Timer", Falling)
     monkeypatch.setattr(target, "forward", counted)
     verify_s = profiling.verify_seconds(target, 1, 4, context=8, repeats=1)
     assert [verify_s(n) for n in (1, 2, 3, 4)] == sorted(verify_s(n) for n in (1, 2, 3, 4))

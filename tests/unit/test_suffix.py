@@ -308,7 +308,7 @@ def make_request(prompt: list[int], max_tokens: int | None = 8) -> Request:
     return Request("", prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def make_context(texts: dict[int, list[int]], max_draft: int = 100) -> Context:
+def make_context(texts: dict[int, list[int]], max_draft: int = 100, return_confidence: bool = False) -> Context:
     """The context of these rows; all that a proposer must not write is read-only."""
     token_RL = np.zeros((max(texts) + 1, max(map(len, texts.values()))), dtype=np.int64)
     for row, tokens in texts.items():
@@ -322,6 +322,7 @@ def make_context(texts: dict[int, list[int]], max_draft: int = 100) -> Context:
         max_draft_B=np.full(len(texts), max_draft),
         last_token_B=torch.tensor([tokens[-1] for tokens in texts.values()]),
         uniform_BK=torch.zeros(len(texts), 1, dtype=torch.float64),
+        return_confidence=return_confidence,
     )
 
 
@@ -342,10 +343,9 @@ def test_a_draft_below_the_least_score_is_not_made() -> None:
 
 def test_evidence_is_from_the_tree_that_drafts() -> None:
     proposer = Suffix(num_speculative_tokens=3)
-    proposer.return_confidence = True
     proposer.on_start(0, make_request([1, 2, 3, 1, 2, 4, 1, 2]))
     proposer.on_start(1, make_request([7]))
-    draft = proposer.propose(make_context({0: [1, 2, 3, 1, 2, 4, 1, 2], 1: [7]}))
+    draft = proposer.propose(make_context({0: [1, 2, 3, 1, 2, 4, 1, 2], 1: [7]}, return_confidence=True))
     assert draft.length_B.tolist() == [2, 0]
     assert draft.confidence_BKF is not None
     want = torch.log(torch.tensor([[1.5 / 2.5, 2 / 4], [1.5 / 0.5, 2 / 4]]))  # 1 of 3, then 1 of 1, after a match of 2

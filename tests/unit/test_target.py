@@ -16,6 +16,7 @@ from specdec import hub, method, rejection
 from specdec.checkpoint import causal_lm
 from specdec.core import Request
 from specdec.drafter.base import Init
+from specdec.drafter.batch import Sample
 from specdec.engine import Engine
 from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import Probe
@@ -24,7 +25,6 @@ from specdec.model.packed_linear import PackedLinear, can_pack
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training.features import OnlineFeatures
-from specdec.training.samples import Sample
 from support.architectures import CASES, LONGROPE, NO_WIDTH, Case, generated, make, prompts
 
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Request
 from specdec.drafter import unroll
 from specdec.drafter.base import Init
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.measure import stats
@@ -43,7 +43,7 @@ from specdec.training import data, loop, state
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.features import OnlineFeatures
 from specdec.training.loop import fit
-from specdec.training.samples import Sample, batch_indices, split_validation
+from specdec.training.samples import batch_indices, split_validation
 from specdec.training.settings import Settings
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, Done, call, contents, ended, rows_of
 from support.drafters import REDUCED

@@ -443,13 +443,12 @@ def test_drafts_and_laws_and_evidence_are_of_shared_tokens(name: str, how: str) 
     q = [0.02, 0.24, 0.64, 0.08, 0.02]
     drafting = of_other_vocabulary(name, how, of_tokenizer(TableLM.constant(q), THEIRS))
     assert isinstance(drafting, DraftModel)
-    drafting.return_confidence = True
     drafting.reserve(2, 64)
     texts = {0: [0, 1, 2, 2], 1: [2, 2]}
     for row, ids in texts.items():
         drafting.on_start(row, Request(str(row), ids[:-1], SamplingParams()))
     for temperature in (0.0, 1.0, 0.5):
-        draft = drafting.propose(context(drafting, texts, temperature=temperature))
+        draft = drafting.propose(context(drafting, texts, temperature=temperature, return_confidence=True))
         odds = 3 ** (1 / (temperature or 1))
         if temperature == 0 or how == "greedy":
             assert draft.token_BK.tolist() == [[1, 1, 1]] * 2
@@ -756,4 +755,6 @@ def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, capsys: pyt
 
 def test_training_compares_tokenizers_too(tmp_path: Path, one_line: Any) -> None:
     directory = beside(tmp_path, turned)
-    one_line(lambda: DraftModel.load_checkpoint(loaded("tiny-llama"), str(directory), None), "256 ids are other tokens", "train one")
+    one_line(
+        lambda: DraftModel.load_checkpoint(loaded("tiny-llama"), str(directory), None), "256 ids are other tokens", "train one"
+    )
