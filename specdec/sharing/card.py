@@ -65,7 +65,7 @@ class Shared:
         target = shlex.quote(self.served_target(is_local))
         if engine == native.NAME:
             return f"python eval/run.py method={self.drafter.method} checkpoint={name} model.path={target}"
-        engine_method = facts.serving[engine]
+        engine_method = facts.serving["sglang" if engine == "sglang" else "vllm"]  # vLLM serves the speculators format too
         if engine == "sglang":
             command = "python -m sglang.launch_server --model-path"
             if facts.served_in_target:

@@ -69,7 +69,6 @@ NOT_YET = {  # files that still have some
     "train/bench.py",
     "train/extract.py",
     "train/prepare.py",
-    "train/share.py",
     "tests/cli/test_cli.py",
     "tests/cli/test_load.py",
     "tests/cli/test_malformed.py",
