@@ -28,10 +28,6 @@ ENGINES = {
     "speculators": "speculators 0.9",
     "vllm_0_32": "vLLM <= 0.32 (MLP)",  # for the MLP speculator alone, which later ones do not have
 }
-# lines of a model card about what an engine loads
-NOTES = {
-    "vllm_0_32": "vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",
-}
 ALL_ENGINES = tuple(ENGINES)
 CURRENT_ENGINES = ("vllm", "sglang", "speculators")
 NOT_COMPARED = "not compared"  # the rule of a warning that the names and shapes of a format are not known here

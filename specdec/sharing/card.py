@@ -43,7 +43,7 @@ class Shared:
         """What people call the target."""
         return self.serve_target or hf_common.public_name(self.drafter) or UNKNOWN_TARGET
 
-    def served_target(self, is_local: bool) -> str:
+    def target_in_command(self, is_local: bool) -> str:
         """The target in a serve command: a hub id or a directory, since engines do not know embedded names. is_local: for this
         machine; in a card, UNKNOWN_TARGET replaces a directory."""
         name = self.drafter.target.get("name") or ""
@@ -62,23 +62,22 @@ class Shared:
         facts = method.facts(self.drafter.method)
         path = self.repository or (self.out if is_local else Path(self.out).name)
         name = shlex.quote(path)
-        target = shlex.quote(self.served_target(is_local))
         if engine == native.NAME:
+            target = shlex.quote(self.target_in_command(is_local))
             return f"python eval/run.py method={self.drafter.method} checkpoint={name} model.path={target}"
-        engine_method = facts.serving["sglang" if engine == "sglang" else "vllm"]  # vLLM serves the speculators format too
+        target = name if facts.served_in_target else shlex.quote(self.target_in_command(is_local))
         if engine == "sglang":
-            command = "python -m sglang.launch_server --model-path"
+            command = f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {facts.serving['sglang']}"
             if facts.served_in_target:
-                return f"{command} {name} --speculative-algorithm {engine_method}"
+                return command
             return (
-                f"{command} {target} --speculative-algorithm {engine_method} "
-                f"--speculative-draft-model-path {name} --speculative-num-steps {self.count} --speculative-eagle-topk 1 "
+                f"{command} --speculative-draft-model-path {name} --speculative-num-steps {self.count} --speculative-eagle-topk 1 "
                 f"--speculative-num-draft-tokens {self.count + 1}"
             )
-        if facts.served_in_target:
-            settings = {"method": engine_method, "num_speculative_tokens": self.count}
-            return f"vllm serve {name} --speculative-config '{json.dumps(settings)}'"
-        settings = {"method": engine_method, "model": path, "num_speculative_tokens": self.count}
+        settings: dict[str, Any] = {"method": facts.serving["vllm"]}  # vLLM serves the speculators format too
+        if not facts.served_in_target:
+            settings["model"] = path
+        settings["num_speculative_tokens"] = self.count
         if facts.parallel_of is not None:
             settings["parallel_drafting"] = True
         return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(settings))}"
@@ -106,23 +105,23 @@ def model_card(
     """
     drafter = shared.drafter
     target = shared.target_name
-    facts = {key: value for key, value in drafter.target.items() if key != "name"}
-    facts_text = f" ({', '.join(f'{key} {value}' for key, value in facts.items())})" if facts else ""
+    facts = method.facts(drafter.method)
+    target_facts = ", ".join(f"{key} {value}" for key, value in drafter.target.items() if key != "name")
+    target_text = f"{target} ({target_facts})" if target_facts else target
     fits_any = "hf_config" in drafter.config  # a draft model, which reads nothing but tokens
     fit = "Any target with this vocabulary will do." if fits_any else "It is right for that target alone."
     lines = ["---", *([f"base_model: {target}"] if HUB_ID.fullmatch(target) else [])]
     lines += ["tags:", "- speculative-decoding", f"- {drafter.method}", "---", ""]
-    lines += [f"# {drafter.method} drafter for {target}", "", f"Drafts tokens that {target}{facts_text} verifies. {fit}", ""]
+    lines += [f"# {drafter.method} drafter for {target}", "", f"Drafts tokens that {target_text} verifies. {fit}", ""]
     lines += ["## Serve", ""]
     for engine in shared.engines(directory):
         lines += ["```", shared.serve_command(engine, is_local=False), "```", ""]
     if shared.format != native.NAME:
-        is_separate = not method.facts(drafter.method).served_in_target
-        if is_separate and shared.served_target(is_local=False) == UNKNOWN_TARGET:
+        if not facts.served_in_target and shared.target_in_command(is_local=False) == UNKNOWN_TARGET:
             name = f"the directory or hub id of {target}" if target != UNKNOWN_TARGET else "your target"
             lines += [f"{UNKNOWN_TARGET}: {name}.", ""]
-        if engine_note := lint.NOTES.get(checkpoint.lint_engine(drafter.method, shared.format)):
-            lines += [engine_note, ""]
+        if facts.serving_note is not None:
+            lines += [facts.serving_note, ""]
     lines += ["## Acceptance", "", *_acceptance(measurement), *([note] if note else []), "", "## Drafter", ""]
     lines += [f"- {key}: {value}" for key, value in drafter.config.items() if key not in ("geometry", "hf_config")]
     lines += [f"- {key}: {value}" for key, value in (drafter.config.get("geometry") or {}).items()]
