@@ -71,8 +71,8 @@ class Shared:
             if facts.served_in_target:
                 return command
             return (
-                f"{command} --speculative-draft-model-path {name} --speculative-num-steps {self.count} --speculative-eagle-topk 1 "
-                f"--speculative-num-draft-tokens {self.count + 1}"
+                f"{command} --speculative-draft-model-path {name} --speculative-num-steps {self.count} "
+                f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {self.count + 1}"
             )
         settings: dict[str, Any] = {"method": facts.serving["vllm"]}  # vLLM serves the speculators format too
         if not facts.served_in_target:
