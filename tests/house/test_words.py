@@ -45,7 +45,6 @@ NOT_YET = {  # files that still have some
     "eval/run.py",
     "train/extract.py",
     "train/prepare.py",
-    "train/share.py",
 }
 
 
