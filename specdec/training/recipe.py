@@ -24,7 +24,7 @@ from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
-from specdec.training import data, features, loop
+from specdec.training import features, loop
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
 
@@ -80,7 +80,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         device = processes.device
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
     target = CausalLM(cfg.model.source, cfg.model.dtype or "bfloat16", str(device), cfg.model.revision)
-    loaded = data.load_group(config.plain(cfg.data), target)
+    loaded = cfg.data.load(target)
     if cfg.data.path is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
         console.show(
             f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
