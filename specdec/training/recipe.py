@@ -20,6 +20,7 @@ from specdec import config, hub, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
+from specdec.drafter.trainable import TrainableDrafter
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
@@ -50,7 +51,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights
     name, settings = cfg.method.name, cfg.train
-    drafter_class: Any = method.find(name)
+    drafter_class: type[TrainableDrafter] = method.find(name)
     if cfg.method.settings.get("parallel_drafting"):
         raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
     trained_by = drafter_class.facts.train_script
@@ -192,7 +193,7 @@ def stop(processes: PartialState, result: dict[str, Any]) -> None:
 
 
 def new_drafter(
-    drafter_class: Any, target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
+    drafter_class: type[TrainableDrafter], target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
     held_out: Any,
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
@@ -225,7 +226,9 @@ def said(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def same_drafter(checkpoint: Checkpoint, drafter_class: Any, target: CausalLM, architecture: dict[str, Any]) -> Checkpoint:
+def same_drafter(
+    checkpoint: Checkpoint, drafter_class: type[TrainableDrafter], target: CausalLM, architecture: dict[str, Any]
+) -> Checkpoint:
     """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over; null asks nothing."""
     checkpoint.check(drafter_class.name, target)
     asked = drafter_class.required_config(target, architecture)
