@@ -335,6 +335,7 @@ class MethodFacts:
     one_is_no_limit: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
     drafts_max: as many tokens as `max_draft_key` says is also the usual number
     serving: by engine, its name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
+    serving_note: a sentence for the model card of an export
     served_in_target: the drafter is part of the target's own checkpoint where it is served
     """
 
@@ -353,6 +354,7 @@ class MethodFacts:
     one_is_no_limit: bool = False
     drafts_max: bool = False
     serving: Mapping[str, str] = field(default_factory=dict)
+    serving_note: str | None = None
     served_in_target: bool = False
 
 

@@ -13,6 +13,7 @@ end a run after its step, with a checkpoint and exit code 130 or 143; resume=tru
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec import script
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    recipe.run(cfg, ("eagle3", "eagle", "peagle"))
+    recipe.run(cfg, Path(__file__).stem)
 
 
 if __name__ == "__main__":

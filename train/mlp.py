@@ -9,6 +9,7 @@ The first stage learns from any text, the second from what the target wrote. Wri
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec import script
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    recipe.run(cfg, ("mlp",))
+    recipe.run(cfg, Path(__file__).stem)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Writes what train/eagle.py writes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec import script
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    recipe.run(cfg, ("mtp",))
+    recipe.run(cfg, Path(__file__).stem)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ writes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec import script
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def run(cfg: Train) -> None:
     from specdec.training import recipe
 
-    recipe.run(cfg, ("pard",))
+    recipe.run(cfg, Path(__file__).stem)
 
 
 if __name__ == "__main__":

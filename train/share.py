@@ -63,7 +63,7 @@ def run(cfg: Share) -> None:
     if measured is not None:
         must_be_of(measured, source, kind, cfg.eval)
     made = causal_lm.load(source, None, kind) if lm else checkpoint.load(source)
-    target, given = None, cfg.target or (made.target.get("name") if holds_parts(made, cfg.format) else None)
+    target, given = None, cfg.target or (made.target.get("name") if checkpoint.needs_target(made, cfg.format) else None)
     if given is not None:
         target = CausalLM(given, "float32", "cpu")
         if not lm:
@@ -102,7 +102,7 @@ def run(cfg: Share) -> None:
             else:
                 checkpoint.write(made, temporary, cfg.format, target, cfg.serve_target, count)
                 (temporary / "provenance.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
-                if not linted(temporary, given, engine_of(cfg.format, made.method), str(out)):
+                if not linted(temporary, given, checkpoint.lint_engine(made.method, cfg.format), str(out)):
                     raise ValueError(f"{cfg.format} would not load this drafter, for the reasons above; nothing was written")
             (temporary / "README.md").write_text(card(made, cfg, measured, told, temporary, count, note))
             temporary.rename(out)
@@ -114,21 +114,7 @@ def run(cfg: Share) -> None:
         console.show(f"uploaded: {push(out, cfg.push, cfg.private)}")
 
 
-def holds_parts(made: Any, format: str) -> bool:
-    """Whether the target's weights are needed: to be compared, or to be written along."""
-    shares = made.method == "mlp" and not (made.config["own_embedding"] and made.config["own_lm_head"])
-    scales = str(made.target.get("model_type")).startswith("gemma")
-    if made.method == "mtp":
-        return format != "native"
-    return bool(made.copies) or (format != "native" and (format == "speculators" or shares or scales))
-
-
 # --------------------------------------------------------------------------------------------------------------- lint
-
-
-def engine_of(format: str, method: str) -> str:
-    """The engine, by the lint's name, that the format is for."""
-    return "vllm_0_32" if (format, method) == ("vllm", "mlp") else format
 
 
 def linted(directory: Path, target: str | None, engine: str | None = None, name: str | None = None) -> bool:
@@ -178,14 +164,15 @@ def evaluated(directory: Path) -> dict[str, Any]:
     }
 
 
-def must_be_of(measured: dict[str, Any], source: Path, method: str, given: str) -> None:
+def must_be_of(measured: dict[str, Any], source: Path, kind: str, given: str) -> None:
     """Raise ValueError unless it was this drafter that was evaluated: by its own directory, a link to it, or its run's."""
+    from specdec import method
     from specdec.checkpoint import native
 
     spec = measured["speculative_config"] if isinstance(measured["speculative_config"], dict) else {}
-    name = spec.get("model") or (measured["target"] if method == "mtp" else None)  # modules that the target ships
-    if measured["method"] != method:
-        raise ValueError(f"eval={given} is of method {measured['method']!r}, and {source} is {method!r}; give its own run")
+    if measured["method"] != kind:
+        raise ValueError(f"eval={given} is of method {measured['method']!r}, and {source} is {kind!r}; give its own run")
+    name = spec.get("model") or (measured["target"] if method.facts(kind).served_in_target else None)
     try:
         directory = Path(str(name)).expanduser().resolve()
         same = directory == source.parent.parent or native.find(str(name), spec.get("revision")).resolve() == source
@@ -277,18 +264,19 @@ def served(made: Any, cfg: Share, here: bool) -> str:
 def drafted(made: Any, cfg: Share, measured: dict[str, Any], before: dict[str, Any], source: Path) -> int:
     """How many tokens to draft, the same in every format: as given, as measured, as in training, as an imported drafter says,
     or as is usual. Raises ValueError for more than the drafter can."""
+    from specdec import method
     from specdec.checkpoint import hf_common, speculators
 
-    keys = {"mlp": "n_predict", "pard": "num_depths", "peagle": "num_depths", "mtp": "num_modules"}
-    key = keys.get(made.method, "")
+    facts = method.facts(made.method)
+    key = facts.max_draft_key or ""
     most = hf_common.integer(made.config, key, made.name) if made.config.get(key) is not None else None
-    if key == "num_modules" and most == 1:  # used again for every token
+    if most == 1 and facts.one_is_no_limit:
         most = None
     given = cfg.num_speculative_tokens
     if given is not None and most is not None and given > most:
         raise ValueError(f"num_speculative_tokens={given} is over the {most} of this drafter ({key}); lower it")
     in_training = ((before.get("identity") or {}).get("eval") or {}).get("num_speculative_tokens")
-    usual = most if key == "n_predict" else speculators.NUM_SPECULATIVE_TOKENS
+    usual = most if facts.drafts_max else speculators.NUM_SPECULATIVE_TOKENS
     candidates = (given, measured.get("num_speculative_tokens"), in_training, imported(source), usual)
     count = next(count for count in candidates if isinstance(count, int) and count >= 1)
     return min(count, most or count)
@@ -305,27 +293,27 @@ def imported(source: Path) -> int | None:
 
 def serve(made: Any, cfg: Share, count: int, name: str, here: bool) -> str:
     """The command that serves the drafter, which is found under that name. here: on this machine."""
-    spec: dict[str, Any] = {"method": made.method, "model": name, "num_speculative_tokens": count}
-    name, target = shlex.quote(name), shlex.quote(served(made, cfg, here))
+    from specdec import method
+
+    facts = method.facts(made.method)
+    model = shlex.quote(name)
+    target = model if facts.served_in_target and cfg.format != "native" else shlex.quote(served(made, cfg, here))
     if cfg.format == "native":
-        return f"python eval/run.py method={made.method} checkpoint={name} model.path={target}"
+        return f"python eval/run.py method={made.method} checkpoint={model} model.path={target}"
     if cfg.format == "sglang":
-        algorithm = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}[made.method]
-        if made.method == "mtp":  # the modules are in the model itself
-            return f"python -m sglang.launch_server --model-path {name} --speculative-algorithm {algorithm}"
+        command = f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {facts.serving['sglang']}"
+        if facts.served_in_target:
+            return command
         return (
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
-            f"--speculative-draft-model-path {name} --speculative-num-steps {count} --speculative-eagle-topk 1 "
+            f"{command} --speculative-draft-model-path {model} --speculative-num-steps {count} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {count + 1}"
         )
-    if made.method == "peagle":
-        spec |= {"method": "eagle3", "parallel_drafting": True}
-    if made.method == "pard":
-        spec |= {"method": "draft_model", "parallel_drafting": True}
-    if made.method == "mlp":
-        spec["method"] = "mlp_speculator"
-    if made.method == "mtp":
-        return f"vllm serve {name} --speculative-config '{json.dumps({'method': 'mtp', 'num_speculative_tokens': count})}'"
+    spec: dict[str, Any] = {"method": facts.serving["vllm"]}
+    if not facts.served_in_target:
+        spec["model"] = name
+    spec["num_speculative_tokens"] = count
+    if facts.parallel_of is not None:
+        spec["parallel_drafting"] = True
     return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(spec))}"
 
 
@@ -339,6 +327,7 @@ def card(
     note: str | None,
 ) -> str:
     """The README.md of what is shared."""
+    from specdec import checkpoint, method
     from specdec.checkpoint import lint
 
     target = target_name(made, cfg)
@@ -358,19 +347,16 @@ def card(
         "",
     ]
     engines = [cfg.format]
-    if cfg.format in ("vllm", "sglang") and made.method != "mlp":
+    if cfg.format in ("vllm", "sglang") and checkpoint.lint_engine(made.method, cfg.format) == cfg.format:
         verdict = lint.loads(lint.check(directory))
         engines = [engine for engine in ("vllm", "sglang") if verdict[engine]]
     for engine in engines:
         name = cfg.push or Path(cfg.out).name
         parts += ["```", serve(made, cfg.model_copy(update={"format": engine}), count, name, here=False), "```", ""]
-    if cfg.format != "native" and served(made, cfg, here=False) == "TARGET" and made.method != "mtp":
+    if cfg.format != "native" and served(made, cfg, here=False) == "TARGET" and not method.facts(made.method).served_in_target:
         parts += [f"TARGET: the directory or hub id of {target}." if target != "TARGET" else "TARGET: your target.", ""]
-    if made.method == "mlp" and cfg.format != "native":
-        parts += [
-            "vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",
-            "",
-        ]
+    if (note_on_engines := method.facts(made.method).serving_note) and cfg.format != "native":
+        parts += [note_on_engines, ""]
     parts += ["## Acceptance", "", *acceptance(measured), *([note] if note else []), "", "## Drafter", ""]
     parts += [f"- {key}: {value}" for key, value in shape.items()]
     parts += [f"- {key}: {value}" for key, value in (made.config.get("geometry") or {}).items()]

@@ -134,7 +134,7 @@ def _parse(settings: list[str], multirun: bool) -> list[Override]:
 
 def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
     """Raise ValueError for a choice or a key that there is not; returns the config of the first job, without its settings."""
-    groups = [override for override in overrides if (conf / override.key_or_group).is_dir()]
+    groups = [o for o in overrides if (conf / o.key_or_group).is_dir() and not isinstance(o.value(), dict)]
     for override in groups:
         choices = [path.stem for path in (conf / override.key_or_group).glob("*.yaml")]
         for choice in _values(override):

@@ -148,12 +148,12 @@ class UnrolledAttention:
         self.keys: dict[int, list[Tensor]] = {}  # by layer, step by step
         self.values: dict[int, list[Tensor]] = {}
 
-    def next_step(self, kept_A: Tensor | None) -> None:
-        """kept_A: places, among the rows of the step before, of the rows that take part; None: all of them do."""
+    def next_step(self, from_prev_A: Tensor | None) -> None:
+        """from_prev_A: indices of the step's rows among those of the step before; None: they are the same."""
         self.step += 1
-        if kept_A is not None:
-            for memory in (*self.keys.values(), *self.values.values()):
-                memory[1:] = [x[kept_A] for x in memory[1:]]
+        if from_prev_A is not None:
+            for of_layer in (*self.keys.values(), *self.values.values()):
+                of_layer[1:] = [x[from_prev_A] for x in of_layer[1:]]
 
     def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
         self.keys.setdefault(layer, []).append(key_NGW)
@@ -304,32 +304,41 @@ def attention_reference(
 
 
 def masked_attention(sliding_window: int | None, softcap: float | None) -> Any:
-    """`attention` for layers that look back a number of positions only, or bend their scores: with masks, and autograd
-    keeps the scores. Without both it computes what `attention` does."""
+    """`attention` for layers with a sliding window or a softcap: with masks and plain autograd, which saves the scores. Without
+    both it computes the same as `attention`."""
 
     def kernel(
         query_AHW: Tensor, key_NGW: Tensor, value_NGW: Tensor, step_key: list[Tensor], step_value: list[Tensor],
         rows: np.ndarray, first_N: np.ndarray, scaling: float,
     ) -> Tensor:  # fmt: skip
-        depth, repeat, device = len(step_key), query_AHW.shape[1] // key_NGW.shape[1], query_AHW.device
-        least = -(2**62) if sliding_window is None else depth - sliding_window  # places behind the row that are too far back
+        depth = len(step_key)
+        repeat = query_AHW.shape[1] // key_NGW.shape[1]
+        row_A1 = torch.from_numpy(rows).to(query_AHW.device).unsqueeze(1)
         out = [query_AHW[:0, :, :1].expand(-1, -1, value_NGW.shape[2])]
         for a, b, first, last in blocks(rows, first_N):
-            behind = torch.arange(first, last, device=device) - torch.from_numpy(rows[a:b]).to(device).unsqueeze(1)
-            seen = (behind <= 0) & (behind > least)
-            keys, values = (x[first:last].repeat_interleave(repeat, 1) for x in (key_NGW, value_NGW))
-            score = torch.einsum("ahw,khw->hak", query_AHW[a:b] * scaling, keys)
-            near = [i for i in range(depth) if sliding_window is None or depth - 1 - i < sliding_window]
-            own = [(query_AHW[a:b] * scaling * step_key[i][a:b].repeat_interleave(repeat, 1)).sum(-1).t() for i in near]
-            score = torch.cat([score, *(x.unsqueeze(-1) for x in own)], -1).float()
+            query = query_AHW[a:b] * scaling
+            keys = key_NGW[first:last].repeat_interleave(repeat, 1)
+            values = value_NGW[first:last].repeat_interleave(repeat, 1)
+            ahead = (
+                torch.arange(first, last, device=query.device) - row_A1[a:b]
+            )  # of the row, whose position is depth further on
+            visible = ahead <= 0
+            steps = list(range(depth))
+            if sliding_window is not None:
+                visible = visible & (ahead > depth - sliding_window)
+                steps = [i for i in steps if depth - 1 - i < sliding_window]
+            visible = torch.cat([visible, visible.new_ones(b - a, len(steps))], 1)
+            score = torch.einsum("ahw,khw->hak", query, keys)
+            step_score = [(query * step_key[i][a:b].repeat_interleave(repeat, 1)).sum(-1).t() for i in steps]
+            score = torch.cat([score, *(x.unsqueeze(-1) for x in step_score)], -1).float()
             if softcap is not None:
                 score = torch.tanh(score / softcap) * softcap
-            seen = torch.cat([seen, seen.new_ones(b - a, len(near))], 1)
-            weight = score.masked_fill(~seen, float("-inf")).softmax(-1).to(values.dtype)
-            part = torch.einsum("hak,khw->ahw", weight[..., : last - first], values)
-            for place, i in enumerate(near, last - first):
-                part = part + weight[..., place].t().unsqueeze(-1) * step_value[i][a:b].repeat_interleave(repeat, 1)
-            out.append(part)
+            weight = score.masked_fill(~visible, float("-inf")).softmax(-1).to(values.dtype)
+            weighted = torch.einsum("hak,khw->ahw", weight[..., : last - first], values)
+            for column, i in enumerate(steps, last - first):
+                step_weight = weight[..., column].t().unsqueeze(-1)
+                weighted = weighted + step_weight * step_value[i][a:b].repeat_interleave(repeat, 1)
+            out.append(weighted)
         return torch.cat(out)
 
     return kernel

@@ -73,10 +73,10 @@ def needs_length(name: str) -> bool:
 
 def required(name: str) -> dict[str, str]:
     """Settings that must be given, with the fix for one that is missing."""
-    missing = [key for key, value in parameters(name).items() if value.default is inspect.Parameter.empty]
-    fixes = {key: f"see conf/method/{name}.yaml" for key in missing if key not in ("num_speculative_tokens", "model")}
-    length = {"num_speculative_tokens": "give how many tokens to draft per step"} if needs_length(name) else {}
-    return length | ({"model": model_hint(name)} if "model" in missing else {}) | fixes
+    fixes = {"num_speculative_tokens": "give how many tokens to draft per step", "model": model_hint(name)}
+    keys = ["num_speculative_tokens"] if needs_length(name) else []
+    keys += [key for key, value in parameters(name).items() if value.default is inspect.Parameter.empty and key not in keys]
+    return {key: fixes.get(key, f"see conf/method/{name}.yaml") for key in keys}
 
 
 def model_hint(name: str) -> str:

@@ -1,6 +1,6 @@
 """From a composed configuration to a trained drafter: what the scripts in train/ share.
 
-A script names the methods that it trains; the rest is here, in the order in which things happen: check what a typo can break,
+A script trains the methods whose facts name it; the rest is here, in the order in which things happen: check what a typo can break,
 load the target and the data, make the drafter, `fit`, and write down what came of it.
 """
 
@@ -46,17 +46,18 @@ FREE = (
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
-def run(cfg: Train, methods: tuple[str, ...]) -> dict[str, Any]:
-    """Train a drafter as the config says. methods: those that the script trains."""
+def run(cfg: Train, script: str) -> dict[str, Any]:
+    """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights
     name, settings = cfg.method.name, cfg.train
     drafter_class: Any = method.find(name)
     if cfg.method.settings.get("parallel_drafting"):
         raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
-    if name not in methods:
-        script = drafter_class.facts.train_script
-        trained = "has nothing to train" if script is None else f"is trained by train/{script}.py"
-        raise ValueError(f"method={name} {trained}; here are trained {', '.join(methods)}")
+    trained_by = drafter_class.facts.train_script
+    if trained_by != script:
+        mistake = "has nothing to train" if trained_by is None else f"is trained by train/{trained_by}.py"
+        methods = [known for known, facts in method.all_facts().items() if facts.train_script == script]
+        raise ValueError(f"method={name} {mistake}; train/{script}.py trains {', '.join(methods)}")
     architecture = dict(settings.drafter)
     if "geometry" in architecture:
         architecture["geometry"] = architecture["geometry"] or {}
