@@ -7,7 +7,7 @@ With `use_heterogeneous_vocab` the vocabulary may be another one (Timor et al. 2
 drafts the tokens that both have, renormalised, and reads one token for each of the target's, so that positions are the same;
 inside are its own ids, outside the target's (`specdec/drafter/shared_vocab.py`).
 
-Trained, it begins as some layers of the target, or as another LM, and learns what the target said (nll) or its whole law (kl,
+Training starts from some layers of the target, or from another LM, and fits the target's tokens (nll) or its distribution (kl,
 tv, ce). It stays the transformers model that it is: in training another attention object keeps documents apart.
 """
 

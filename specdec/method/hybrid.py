@@ -2,8 +2,8 @@
 
 Looking up is free where the text repeats itself, and a trained drafter is there where it does not. The components decide by
 their own settings which rows they draft for: `prompt_lookup_min` of n-gram drafting, `min_score` of suffix decoding; a row that
-a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the target's
-distribution whatever the components.
+a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the
+target's distribution whatever the components.
 
 A row's later components see nothing of a step. The target's states that they miss are kept here until they draft for the row,
 or are processed meanwhile (`catch_up`) when they become many; tokens are in every context.

@@ -1,9 +1,9 @@
 """N-gram drafting on the device: the drafts of method `ngram`, looked up in all rows at once.
 
 The tokens so far stay on the device, by cache row; a step sends the tokens committed since the row's last draft. At every place
-of every row it is counted how many tokens before it agree with the row's last ones, the best place is an argmax, and what follows
-it is gathered: no loop over rows or places, and one read by the host, of the draft lengths. `ngram` stops at the first match that
-cannot be beaten, this compares everything: an advantage for many rows, long texts and a fast device.
+of every row it is counted how many tokens before it agree with the row's last ones, the best place is an argmax, and what
+follows it is gathered: no loop over rows or places, and one read by the host, of the draft lengths. `ngram` stops at the first
+match that cannot be beaten, this compares everything: an advantage for many rows, long texts and a fast device.
 """
 
 from __future__ import annotations
