@@ -198,8 +198,8 @@ class CausalLM:
         return self.scale_logits(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
     def kv_shapes(self) -> list[tuple[int, ...]]:
-        """Of every layer, what a slot cache of all processes holds: heads, width of keys and of values. MLA's keys and values are
-        kept as the heads see them."""
+        """Of every layer, what a slot cache of all processes holds: heads, width of keys and of values. MLA's keys and values
+        are kept as the heads see them."""
         size = self.processes.size
         is_sharded = size > 1 and tensor_parallel.shards_heads(tensor_parallel.plan_of(self.model.config, size))
         return [(heads * size if is_sharded else heads, *widths) for heads, *widths in self.contract.kv_shapes]

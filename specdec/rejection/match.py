@@ -1,4 +1,4 @@
-"""Match: sample y_i from the target at every position, accept while the draft has the same token, end with the first that differs.
+"""Match: sample y_i from the target at every position, accept while the draft has the same token, then emit the first other.
 
 The uniforms are keyed by (seed, absolute position), so with the same seed the output equals plain sampling token for token,
 whatever the drafter: losslessness at a temperature above 0 as an exact test. Acceptance is sum p q per position for
