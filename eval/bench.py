@@ -3,8 +3,8 @@
     python eval/bench.py
     python eval/bench.py limit=24 threads=[1,2] dtypes=[bfloat16]
 
-Prints tokens/s of each, the ratio ours/theirs (median over prompts; prefill included on both sides), the share of time that the
-engine spends outside forwards, and the cost of the suffix trie. "our layers": their loop with the linear layers of
+Prints tokens/s of each, the ratio of ours to theirs (median over prompts; prefill included on both sides), the share of time
+that the engine spends outside forwards, and the cost of the suffix tree. "our layers": their loop with the linear layers of
 `specdec/model/packed_linear.py`, so that the ratio is that of the loops alone. Writes out_dir/bench.json.
 """
 
@@ -17,109 +17,49 @@ from specdec import script
 
 if TYPE_CHECKING:
     from specdec.config.pages import Bench
+    from specdec.measure.bench import Decode
+    from specdec.model.target import CausalLM
 
 
 def run(cfg: Bench) -> None:
     import torch
     from transformers.utils import logging
 
-    from specdec import config, hub, method, rejection
+    from specdec import config
     from specdec.core import Request
-    from specdec.engine import Engine
     from specdec.measure import bench, records, stats, tasks
     from specdec.measure.report import bench as bench_report
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.method import suffix
-    from specdec.model import packed_linear
     from specdec.model.target import CausalLM, choose_device, choose_dtype
     from specdec.params import SamplingParams
 
     logging.set_verbosity_error()  # generate warns about its own arguments at every call
-    out_dir, k = Path(cfg.out_dir), cfg.num_speculative_tokens
+    out_dir = Path(cfg.out_dir)
     chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
     # everything that a typo can break comes before the first figure
     for dtype in cfg.dtypes:
         choose_dtype(dtype, choose_device(cfg.model.device))
     records.reserve(out_dir, resume=False, resumes=False)
-    results: dict[str, Any] = {"environment": records.environment(), "speed": [], "batch": [], "suffix": []}
 
+    results: dict[str, Any] = {"environment": records.environment(), "speed": [], "batch": [], "suffix": []}
+    params = SamplingParams(temperature=0, max_tokens=cfg.max_tokens)
     for dtype in cfg.dtypes:
         target = CausalLM(cfg.model.source, dtype, cfg.model.device, cfg.model.revision)
-        draft_name = cfg.draft_model or str(target.path)
-
-        def plain(path: Path, target: CausalLM = target) -> Any:
-            loaded = hub.load_model(path, dtype=target.dtype).to(target.device).eval()
-            loaded.generation_config.update(
-                num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-            )
-            return loaded
-
-        theirs, assistant = plain(target.path), plain(hub.resolve(draft_name))
         prompts = [tasks.first_prompt_ids(target.tokenizer, task) for task in chosen]
-
-        def engine(name: str, rows: int = 1, target: CausalLM = target, **settings: Any) -> Engine:
-            return Engine(target, method.build(name, target, **settings), rejection.build("standard"), rows)
-
-        def hf(target: Any = theirs, **options: Any) -> Any:
-            return bench.hugging_face(target, cfg.max_tokens, **options)
-
-        same_rule = {"num_speculative_tokens": k, "prompt_lookup_min": 1, "prompt_lookup_max": cfg.max_matching_ngram_size}
-        ngram_default = {key: value for key, value in config.read(config.CONF / "method/ngram.yaml").items() if key != "name"}
-        own = {
-            "none": engine("none"),
-            f"ngram K={k} n<={cfg.max_matching_ngram_size}": engine("ngram", **same_rule),
-            "ngram, our default": engine("ngram", **ngram_default),
-            "suffix, our default": engine("suffix"),
-            f"draft_model K={k}": engine("draft_model", model=draft_name, num_speculative_tokens=k),
-        }
-        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": cfg.max_matching_ngram_size}
-        rivals = {
-            "HF generate": hf(),
-            f"HF prompt lookup K={k} n<={cfg.max_matching_ngram_size}": hf(**lookup),
-            "HF prompt lookup, its default": hf(prompt_lookup_num_tokens=10),
-            f"HF assisted K={k}": hf(assistant_model=assistant),
-        }
-        names, rival_names = list(own), list(rivals)
-        pairs = list(zip(names, [*rival_names[:3], rival_names[2], rival_names[3]], strict=True))
-        if cfg.loop_alone and packed_linear.can_pack(target.dtype, target.device):
-            # their loops with our linear layers: what is left of the ratio is the loop's
-            packed, packed_assistant = plain(target.path), plain(hub.resolve(draft_name))
-            packed_linear.pack(packed)
-            packed_linear.pack(packed_assistant)
-            alone = (hf(packed), hf(packed, **lookup), hf(packed, assistant_model=packed_assistant))
-            for name, rival, decode in zip(
-                (names[0], names[1], names[4]), (*rival_names[:2], rival_names[3]), alone, strict=True
-            ):
-                rivals[f"{rival}, our layers"] = decode
-                pairs.append((name, f"{rival}, our layers"))
+        contenders, pairs = contenders_and_pairs(cfg, target)
         for threads in cfg.threads:
             torch.set_num_threads(threads)
-            contenders = rivals | {name: bench.ours(e, cfg.max_tokens) for name, e in own.items()}
-            timings = bench.run_side_by_side(contenders, prompts)
-            for name, rival in pairs:
-                results["speed"].append(
-                    {
-                        "dtype": dtype,
-                        "threads": threads,
-                        "ours": name,
-                        "theirs": rival,
-                        "ours_tokens_per_s": timings[name].tokens_per_s,
-                        "theirs_tokens_per_s": timings[rival].tokens_per_s,
-                        **bench.ratios(timings[name], timings[rival]),
-                    }
-                )
-            for name, settings in (
-                ("none", {}),
-                ("ngram", ngram_default),
-                ("draft_model", {"model": draft_name, "num_speculative_tokens": k}),
-            ):
+            where = {"dtype": dtype, "threads": threads}
+            results["speed"] += [where | line for line in bench.compare(contenders, pairs, prompts)]
+            for name, settings in batched_methods(cfg, target).items():
                 for rows in cfg.batch_sizes:
-                    params = SamplingParams(temperature=0, max_tokens=cfg.max_tokens)
+                    engine = bench.make_engine(target, name, rows, **settings)
                     requests = [Request(str(i), ids, params) for i, ids in enumerate(prompts)]
-                    outside, speed = bench.share_outside_forwards(engine(name, rows, **settings), requests)
-                    line = {"dtype": dtype, "threads": threads, "method": name, "batch_size": rows}
-                    results["batch"].append(line | {"tokens_per_s": speed, "outside_forwards": outside})
+                    outside, speed = bench.share_outside_forwards(engine, requests)
+                    numbers = {"tokens_per_s": speed, "outside_forwards": outside}
+                    results["batch"].append(where | {"method": name, "batch_size": rows} | numbers)
     torch.set_num_threads(1)
     for count in cfg.suffix_tokens:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
@@ -128,16 +68,72 @@ def run(cfg: Bench) -> None:
     config.save(cfg, out_dir / "config.yaml")
     records.write_json(out_dir / "bench.json", results)
     console.show(*bench_report.bench_tables(results))
-    if target.device.type == "cpu":
-        shares = {
-            f"{name} ({line['dtype']}, {line['threads']} threads)": share
-            for line in results["speed"]
-            for name, share in zip((line["ours"], line["theirs"]), line["wall_over_cpu"], strict=True)
-        }
-        worst = dict(sorted(shares.items(), key=lambda pair: -pair[1])[:1])
-        if reasons := stats.busy_reasons({}, worst):
-            console.show(f"{run_report.busy_note(reasons, None)}; compare the ratios by CPU time")
+    if target.device.type == "cpu" and (reasons := stats.busy_reasons({}, bench.busiest(results["speed"]))):
+        console.show(f"{run_report.busy_note(reasons, None)}; compare the ratios by CPU time")
     console.show(f"written to {out_dir}")
+
+
+def contenders_and_pairs(cfg: Bench, target: CausalLM) -> tuple[dict[str, Decode], list[tuple[str, str]]]:
+    """Who decodes, by name, and (ours, peers) of each comparison."""
+    from specdec import hub
+    from specdec.measure import bench
+    from specdec.model import packed_linear
+
+    k = cfg.num_speculative_tokens
+    max_n = cfg.max_matching_ngram_size
+    draft_path = hub.resolve(cfg.draft_model or str(target.path))
+    model = bench.load_hugging_face(target.path, target, k)
+    assistant = bench.load_hugging_face(draft_path, target, k)
+    lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": max_n}
+    generate = bench.hugging_face
+    peers = {
+        "HF generate": generate(model, cfg.max_tokens),
+        f"HF prompt lookup K={k} n<={max_n}": generate(model, cfg.max_tokens, **lookup),
+        "HF prompt lookup, its default": generate(model, cfg.max_tokens, prompt_lookup_num_tokens=10),
+        f"HF assisted K={k}": generate(model, cfg.max_tokens, assistant_model=assistant),
+    }
+    same_rule = {"num_speculative_tokens": k, "prompt_lookup_min": 1, "prompt_lookup_max": max_n}
+    batched = batched_methods(cfg, target)
+    engines = {
+        "none": bench.make_engine(target, "none"),
+        f"ngram K={k} n<={max_n}": bench.make_engine(target, "ngram", **same_rule),
+        "ngram, our default": bench.make_engine(target, "ngram", **batched["ngram"]),
+        "suffix, our default": bench.make_engine(target, "suffix"),
+        f"draft_model K={k}": bench.make_engine(target, "draft_model", **batched["draft_model"]),
+    }
+    plain, same_lookup, default_lookup, suffix, assisted = engines
+    hf_plain, hf_same_lookup, hf_default_lookup, hf_assisted = peers
+    pairs = [
+        (plain, hf_plain),
+        (same_lookup, hf_same_lookup),
+        (default_lookup, hf_default_lookup),
+        (suffix, hf_default_lookup),
+        (assisted, hf_assisted),
+    ]
+    if cfg.loop_alone and packed_linear.can_pack(target.dtype, target.device):
+        # their loops with our linear layers: what is left of the ratio is the loop's
+        packed = bench.load_hugging_face(target.path, target, k)
+        packed_assistant = bench.load_hugging_face(draft_path, target, k)
+        packed_linear.pack(packed)
+        packed_linear.pack(packed_assistant)
+        options: dict[str, dict[str, Any]] = {
+            hf_plain: {},
+            hf_same_lookup: lookup,
+            hf_assisted: {"assistant_model": packed_assistant},
+        }
+        for ours, peer in zip((plain, same_lookup, assisted), options, strict=True):
+            peers[f"{peer}, our layers"] = generate(packed, cfg.max_tokens, **options[peer])
+            pairs.append((ours, f"{peer}, our layers"))
+    return peers | {name: bench.ours(engine, cfg.max_tokens) for name, engine in engines.items()}, pairs
+
+
+def batched_methods(cfg: Bench, target: CausalLM) -> dict[str, dict[str, Any]]:
+    """Settings of the methods whose batches are timed, by name."""
+    from specdec import config
+
+    ngram = {key: value for key, value in config.read(config.CONF / "method/ngram.yaml").items() if key != "name"}
+    draft_model = {"model": cfg.draft_model or str(target.path), "num_speculative_tokens": cfg.num_speculative_tokens}
+    return {"none": {}, "ngram": ngram, "draft_model": draft_model}
 
 
 if __name__ == "__main__":

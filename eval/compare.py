@@ -3,7 +3,7 @@
     python eval/compare.py outputs/demo-llama-ngram-standard outputs/demo-llama-suffix-standard
     python eval/compare.py outputs/sweep/* --out outputs/sweep --anyway
 
-Refuses to compare runs whose target, prompts, sampling or rejection differ, unless told `--anyway`.
+Refuses to compare runs whose target, prompts, sampling or rejection differ, except with `--anyway`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     for name, summary in others:
         for key in MUST_AGREE:
             if summary[key] != reference[key]:
-                what = difference(key, reference[key], summary[key], first, name)
+                differing = difference(key, reference[key], summary[key], first, name)
                 if not anyway:
-                    raise ValueError(f"{what}; such runs do not compare, unless you say --anyway")
-                console.show(f"warning: {what}")
+                    raise ValueError(f"{differing}; such runs do not compare; --anyway compares them nevertheless")
+                console.show(f"warning: {differing}")
         for key in SPEED_DEPENDS_ON:
             if summary[key] != reference[key]:
                 console.show(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
@@ -67,12 +67,12 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     console.show(f"plot: {plot}")
 
 
-def difference(key: str, ours: Any, theirs: Any, first: str, name: str) -> str:
-    """What differs; of two mappings, only the entries that do."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        entries = [k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)]
-        ours, theirs = ({k: side.get(k) for k in entries} for side in (ours, theirs))
-    return f"{first} has {key}={ours!r} and {name} has {theirs!r}"
+def difference(key: str, value: Any, other_value: Any, name: str, other: str) -> str:
+    """The values of a key in two runs; of two mappings, only the entries that differ."""
+    if isinstance(value, dict) and isinstance(other_value, dict):
+        entries = [k for k in {**value, **other_value} if value.get(k) != other_value.get(k)]
+        value, other_value = ({k: side.get(k) for k in entries} for side in (value, other_value))
+    return f"{name} has {key}={value!r} and {other} has {other_value!r}"
 
 
 def read(directory: Path) -> dict[str, Any]:

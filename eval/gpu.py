@@ -30,7 +30,9 @@ with script.one_line():
 
 BUDGET_S = 420
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "B200": 8.0e12}  # bytes/s, as the makers state them
-PROMPT, K, LENGTH = 256, 5, 3.0
+PROMPT_LENGTH = 256
+NUM_DRAFT = 5
+ACCEPTANCE_LENGTH = 3.0
 
 
 def main() -> None:
@@ -42,15 +44,17 @@ def main() -> None:
     choose_device(arguments.device)
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    began = time.monotonic()
+    begin = time.monotonic()
     lines: list[tuple[str, str]] = [("machine", machine(arguments.device))]
 
     tests = Path(__file__).resolve().parents[1] / "tests" / "distribution" / "test_device.py"
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)], check=False)
-    lines.append(("exactness and laws on the device", "passed" if done.returncode == 0 else f"FAILED (exit {done.returncode})"))
+    lines.append(
+        ("exactness and distributions on the device", "passed" if done.returncode == 0 else f"FAILED (exit {done.returncode})")
+    )
     for name in ("tiny", *(f"random-{shape}" for shape in arguments.shapes)):
-        if time.monotonic() - began > BUDGET_S:
-            lines.append((name, "left out: the time is up"))
+        if time.monotonic() - begin > BUDGET_S:
+            lines.append((name, "left out: no time left"))
             continue
         lines += measure(name, arguments.device, arguments.max_tokens)
     print()
@@ -65,32 +69,23 @@ def machine(device: str) -> str:
 
 
 def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
-    """tokens/s of none against the bandwidth floor, the verify cost, and the loop's own share."""
+    """tokens/s of plain decoding against the bandwidth floor, the verify cost, and the share of time outside forwards."""
     target = CausalLM(name, "bfloat16", device)
     weights = target.num_parameters * target.dtype.itemsize
     lines = [(f"{name}, batch 1: HF generate", f"{hugging_face(target, max_tokens):.0f} tokens/s")]
     for rows in (1, 8):
-        verify_s = profiling.verify_seconds(target, rows, 16, context=PROMPT)
+        verify_s = profiling.verify_seconds(target, rows, 16, context=PROMPT_LENGTH)
         costs = " ".join(f"{n}:{verify_s(n) / verify_s(1):.2f}" for n in (1, 2, 4, 6, 8, 11, 16))
         lines.append((f"{name}, batch {rows}: v(n)", costs))
-        for label, speculate in ((method.PLAIN, False), (f"drafts K={K}, synthetic {LENGTH}", True)):
+        for label, speculate in ((method.PLAIN, False), (f"drafts K={NUM_DRAFT}, synthetic {ACCEPTANCE_LENGTH}", True)):
             engine = make_engine(target, rows, speculate)
             list(engine.run(requests(rows, 8)))  # warm up
             outside, speed = bench.share_outside_forwards(engine, requests(rows, max_tokens))
-            floor = next(
-                (
-                    f" ({speed / rows * weights / b:.0%} of the bandwidth floor)"
-                    for chip, b in BANDWIDTH.items()
-                    if chip in machine(device)
-                ),
-                "",
-            )
-            lines.append(
-                (
-                    f"{name}, batch {rows}: {label}",
-                    f"{speed:.0f} tokens/s{'' if speculate else floor}, {outside:.1%} outside forwards",
-                )
-            )
+            text = f"{speed:.0f} tokens/s"
+            bandwidth = next((value for chip, value in BANDWIDTH.items() if chip in machine(device)), None)
+            if bandwidth is not None and not speculate:
+                text += f" ({speed / rows * weights / bandwidth:.0%} of the bandwidth floor)"
+            lines.append((f"{name}, batch {rows}: {label}", f"{text}, {outside:.1%} outside forwards"))
     return lines
 
 
@@ -105,7 +100,7 @@ def hugging_face(target: CausalLM, max_tokens: int) -> float:
         target.model.set_attn_implementation("specdec")
 
 
-class Always(StatelessProposer):
+class ConstantProposer(StatelessProposer):
     """Drafts K tokens for every row at no cost, so that only the loop and the target are timed."""
 
     def __init__(self, num_speculative_tokens: int):
@@ -119,13 +114,13 @@ class Always(StatelessProposer):
 def make_engine(target: CausalLM, rows: int, speculate: bool) -> Engine:
     if not speculate:
         return Engine(target, method.build(method.PLAIN, target), rejection.build("standard"), rows)
-    scheme = rejection.build("synthetic", K, synthetic_acceptance_length=LENGTH)
-    return Engine(target, Always(K), scheme, rows)
+    scheme = rejection.build("synthetic", NUM_DRAFT, synthetic_acceptance_length=ACCEPTANCE_LENGTH)
+    return Engine(target, ConstantProposer(NUM_DRAFT), scheme, rows)
 
 
 def requests(rows: int, max_tokens: int) -> list[Request]:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    return [Request(str(i), [(7 * i + j) % 250 for j in range(PROMPT)], params, seed=i) for i in range(rows)]
+    return [Request(str(i), [(7 * i + j) % 250 for j in range(PROMPT_LENGTH)], params, seed=i) for i in range(rows)]
 
 
 if __name__ == "__main__":

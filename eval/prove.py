@@ -6,7 +6,7 @@
 
 At temperature 0 the tokens must be those of Hugging Face `generate`; at 0.8, under rejection `match`, those of plain sampling
 with the same seeds. A method that needs a drafter takes the checkpoint that is given for it, or one with random weights, whose
-drafts are hardly ever right. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
+drafts are hardly ever accepted. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
 """
 
 from __future__ import annotations
@@ -56,23 +56,24 @@ def prove(model: str, count: int, max_tokens: int, methods: list[str] | None, ch
 
 
 def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, checkpoints: list[str], scratch: Path) -> int:
-    """`prove`, with a directory for the drafters that are made here."""
+    """As `prove`; scratch: a directory for untrained drafters."""
     for name in methods or ():
         method.find(name)
     drafters = {method.of_checkpoint(path): path for path in checkpoints}
     target = CausalLM(model, "float32", "cpu")
     prompts = conversations(target, count, max_tokens)
-    theirs = hub.load_model(target.path, dtype=torch.float32).eval()
-    greedy, sampled = [], SamplingParams(temperature=0.8, max_tokens=max_tokens)
+    model_of_hf = hub.load_model(target.path, dtype=torch.float32).eval()
+    greedy = []
+    sampled = SamplingParams(temperature=0.8, max_tokens=max_tokens)
     with console.progress(len(prompts), generate=0) as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            out = theirs.generate(
+            out = model_of_hf.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
             )
             greedy.append(out[0, len(prompt) :].tolist())
             advance("generate")
-    del theirs
+    del model_of_hf
     plain = decode(target, {"method": method.PLAIN}, prompts, sampled, 1)
 
     failures = 0
@@ -81,24 +82,24 @@ def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, 
         if methods and path.stem not in methods:
             continue
         settings = {key: value for key, value in config.read(path).items() if value is not None}
-        settings |= needed(settings.pop("name"), target, drafters, scratch)
+        settings |= missing_settings(settings.pop("name"), target, drafters, scratch)
         for batch_size in BATCH_SIZES:
-            for what, reference, params, more in (
+            for claim, reference, params, more in (
                 ("T=0    equals HF generate   ", greedy, SamplingParams(temperature=0, max_tokens=max_tokens), {}),
                 ("T=0.8  match equals sampling", plain, sampled, {"rejection_sample_method": "match"}),
             ):
-                began = time.perf_counter()
+                begin = time.perf_counter()
                 outputs = decode(target, settings | more, prompts, params, batch_size)
                 same = sum(a == b for a, b in zip(outputs, reference, strict=True))
                 failures += same < len(prompts)
                 verdict = "ok  " if same == len(prompts) else "FAIL"
-                result = f"{same}/{len(prompts)}  {time.perf_counter() - began:6.1f} s"
-                print(f"{verdict} {path.stem:21} batch {batch_size}  {what}  {result}", flush=True)
+                result = f"{same}/{len(prompts)}  {time.perf_counter() - begin:6.1f} s"
+                print(f"{verdict} {path.stem:21} batch {batch_size}  {claim}  {result}", flush=True)
     return failures
 
 
-def needed(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path) -> dict[str, Any]:
-    """What a method's YAML leaves to the user."""
+def missing_settings(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path) -> dict[str, Any]:
+    """Settings that a method's YAML leaves to the user."""
     if name in drafters:
         return {"method": name, "model": drafters[name]}
     if drafters and method.facts(name).composes:

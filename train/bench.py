@@ -49,7 +49,7 @@ def target_of(args: argparse.Namespace) -> CausalLM:
         return CausalLM(directory, "bfloat16", "cpu")
 
 
-def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+def prepare(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """A drafter, its optimiser and a batch."""
     torch.manual_seed(0)
     target = target_of(args)
@@ -59,9 +59,8 @@ def ready(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     ids = draft_vocabulary([sample], args.draft_vocab, args.vocab) if args.draft_vocab else None
     drafter = Eagle3(target, Eagle3.init_checkpoint(target, {}, Init(), ids), 1)
     batch = features.OnlineFeatures(target, drafter.hidden_layers)([sample])
-    objective = UnrolledObjective(
-        ttt_steps=args.steps, mask_outside_vocab=False
-    )  # every supervised row, as the direct one has it
+    # every supervised row takes part, as in the direct step
+    objective = UnrolledObjective(ttt_steps=args.steps, mask_outside_vocab=False)
     drafter.for_training(objective, Init(), batch.hidden(drafter.hidden_layers))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], 1e-4)
     return drafter, optimizer, batch
@@ -72,11 +71,11 @@ def ours(drafter: Any, batch: Any) -> Tensor:
 
 
 class DenseAttention:
-    """Every row at every step: keys of step 0 up to its own place, and its own of the steps after; one layer."""
+    """Attention of one layer: every row sees keys of step 0 up to its position, and its own keys of later steps."""
 
     def __init__(self, length: int):
         self.causal_SS = torch.full((length, length), float("-inf")).triu(1)
-        self.own_SS = torch.full((length, length), float("-inf")).fill_diagonal_(0)
+        self.diagonal_SS = torch.full((length, length), float("-inf")).fill_diagonal_(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -88,14 +87,15 @@ class DenseAttention:
         group = query.shape[1] // self.keys[0].shape[1]
         keys, values = (torch.cat(x).repeat_interleave(group, 1).transpose(0, 1) for x in (self.keys, self.values))
         scores = query.transpose(0, 1) @ keys.transpose(1, 2) * scaling
-        bias = torch.cat([self.causal_SS, *[self.own_SS] * (len(self.keys) - 1)], 1)
+        bias = torch.cat([self.causal_SS, *[self.diagonal_SS] * (len(self.keys) - 1)], 1)
         weight = (scores.float() + bias).softmax(-1).to(values.dtype)
         return (weight @ values).transpose(0, 1)
 
 
 def direct(drafter: Any, batch: Any) -> Tensor:
     """Every row at every step, one dense mask [S, S (k + 1)], logits of the whole target vocabulary, autograd for the rest."""
-    target, length = drafter.target, len(batch.token_N)
+    target = drafter.target
+    length = len(batch.token_N)
     mask_S = torch.from_numpy(batch.mask_N)
     logits_SV = target.logits_of(batch.hidden([target.num_layers])[:, 0]).clone().float()
     p_SV = (logits_SV if drafter.vocab_ids is None else logits_SV[:, drafter.vocab_ids]).softmax(-1)
@@ -106,35 +106,36 @@ def direct(drafter: Any, batch: Any) -> Tensor:
     for k in range(drafter.objective.ttt_steps):
         state, hidden = drafter.step(drafter.embed(batch.token_N.roll(-1 - k)), hidden, position + k, attention)
         log_q = drafter.draft_logits(state).float().log_softmax(-1)
-        wanted, counts = p_SV.roll(-1 - k, 0), mask_S.roll(-2 - k).float()
-        counts[length - 2 - k :] = 0
-        loss = loss + drafter.objective.ttt_step_loss_decay**k * (-(wanted * log_q).sum(-1) * counts).sum()
+        label_SV = p_SV.roll(-1 - k, 0)
+        weight_S = mask_S.roll(-2 - k).float()
+        weight_S[length - 2 - k :] = 0
+        loss = loss + drafter.objective.ttt_step_loss_decay**k * (-(label_SV * log_q).sum(-1) * weight_S).sum()
     return loss
 
 
-def step(way: Any, drafter: Any, optimizer: Any, batch: Any, precision: bool) -> float:
-    began = time.perf_counter()
+def step(loss_of: Any, drafter: Any, optimizer: Any, batch: Any, precision: bool) -> float:
+    begin = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision):
-        loss = way(drafter, batch)
+        loss = loss_of(drafter, batch)
     (loss / batch.mask_N.sum()).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert torch.isfinite(loss)
-    return time.perf_counter() - began
+    return time.perf_counter() - begin
 
 
 def memory(key: str) -> int:
-    """KiB that Linux says of this process: VmRSS now, VmHWM at its peak."""
+    """KiB of memory of this process by Linux: VmRSS now, VmHWM at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def peak(way: str) -> tuple[float, float]:
-    """GiB that two steps take over what the process had before, and that the process has at its peak; in one of its own."""
+    """GiB that two steps add to a process of their own, and GiB of that process at its peak."""
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", way]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    over, whole = done.stdout.split()[-2:]
-    return float(over), float(whole)
+    of_steps, of_process = done.stdout.split()[-2:]
+    return float(of_steps), float(of_process)
 
 
 def main() -> None:
@@ -153,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     ways = {"ours": ours, "direct": direct}
-    drafter, optimizer, batch = ready(args)
+    drafter, optimizer, batch = prepare(args)
     if args.measure:
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading the model
@@ -173,10 +174,9 @@ def main() -> None:
     )
     for name in chosen:
         rate = supervised / np.median(times[name][1:])
-        over, whole = peak(name)
-        print(
-            f"{name:>7}: {rate:8.0f} supervised tokens/s, peak memory of a step {over:.2f} GiB, of the process {whole:.2f} GiB"
-        )
+        of_steps, of_process = peak(name)
+        memory_text = f"peak memory of a step {of_steps:.2f} GiB, of the process {of_process:.2f} GiB"
+        print(f"{name:>7}: {rate:8.0f} supervised tokens/s, {memory_text}")
     if len(chosen) == 2:
         print(f"  ratio: {np.median(np.array(times['direct'][1:]) / np.array(times['ours'][1:])):.2f} x faster")
 

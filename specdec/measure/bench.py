@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from specdec import hub, method, rejection
 from specdec.core import Request
 from specdec.engine import Engine
 from specdec.model.device import Timer
@@ -81,6 +83,48 @@ def ratios(ours: Timing, baseline: Timing) -> dict[str, Any]:
         "pooled_ratio": ours.tokens_per_s / baseline.tokens_per_s,
         "wall_over_cpu": [ours.wall_over_cpu, baseline.wall_over_cpu],
     }
+
+
+def compare(contenders: dict[str, Decode], pairs: Sequence[tuple[str, str]], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Time all contenders, and compare each pair (ours, theirs) of them: lines of `speed` in bench.json."""
+    timings = run_side_by_side(contenders, prompts)
+    return [
+        {
+            "ours": ours,
+            "theirs": peer,
+            "ours_tokens_per_s": timings[ours].tokens_per_s,
+            "theirs_tokens_per_s": timings[peer].tokens_per_s,
+            **ratios(timings[ours], timings[peer]),
+        }
+        for ours, peer in pairs
+    ]
+
+
+def busiest(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The contender with the most wall time per CPU time, by a name with its dtype and threads."""
+    shares = {
+        f"{name} ({line['dtype']}, {line['threads']} threads)": share
+        for line in lines
+        for name, share in zip((line["ours"], line["theirs"]), line["wall_over_cpu"], strict=True)
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    return {worst: shares[worst]}
+
+
+def make_engine(target: CausalLM, name: str, max_batch_size: int = 1, **settings: Any) -> Engine:
+    """An engine with a method under standard rejection. settings: of the method."""
+    return Engine(target, method.build(name, target, **settings), rejection.build("standard"), max_batch_size)
+
+
+def load_hugging_face(path: Path, target: CausalLM, num_assistant_tokens: int) -> Any:
+    """A model in the target's dtype and on its device, to `generate` with; assisted, it drafts a constant number of tokens."""
+    model = hub.load_model(path, dtype=target.dtype).to(target.device).eval()
+    model.generation_config.update(
+        num_assistant_tokens=num_assistant_tokens,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    return model
 
 
 def ours(engine: Engine, max_tokens: int) -> Decode:

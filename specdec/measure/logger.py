@@ -27,7 +27,7 @@ class Logger(Checked):
     tags: list[str] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _as_wandb_takes_it(self) -> Self:
+    def _for_wandb(self) -> Self:
         """What W&B refuses is refused before the run, not when it has ended."""
         if self.name == "none":
             return self

@@ -64,7 +64,7 @@ class StepRecord:
         }
 
 
-OnStep = Callable[[StepRecord, list[Step]], object]
+OnStep = Callable[[StepRecord, Step | None], object]
 
 
 def warm_up(engine: Engine, num_tokens: int = 8, num_prompt: int = 64) -> None:
@@ -110,7 +110,7 @@ class Stopwatch:
 def run_open_loop(
     engine: Engine,
     timed: Iterable[tuple[float, Request]],
-    on_step: OnStep = lambda record, steps: None,
+    on_step: OnStep = lambda record, step: None,
     one_at_a_time: bool = False,
 ) -> Generator[tuple[float, float, Request]]:
     """Add each request to the engine when it arrives, and yield (arrival_s, added_s, request) as each finishes, in seconds from
@@ -151,9 +151,9 @@ def iterate_steps(
             step_begin = engine.clock()
             finished = engine.step()
             step_end = engine.clock()
-            steps = [] if engine.last_step is None else [engine.last_step]
+            step = engine.last_step
             record = StepRecord(step_end - begin, step_end - step_begin, len(engine.waiting), engine.num_running)
-            for step in steps:
+            if step is not None:
                 record.rows = len(step.drafted_B)
                 record.drafted = int(step.made_B.sum())
                 record.verified = int(step.drafted_B.sum())
@@ -161,7 +161,7 @@ def iterate_steps(
                 record.emitted = int(step.emitted_B.sum())
                 record.draft_s = step.draft_s
                 record.verify_s = step.verify_s
-            on_step(record, steps)
+            on_step(record, step)
             yield [(*in_flight.pop(request.id), request) for request in finished]
     finally:
         if in_flight:
@@ -206,8 +206,9 @@ class RunRecord:
     answered: dict[str, list[int]] = field(default_factory=dict)
     clock_s: float = 0.0
 
-    def add_steps(self, record: StepRecord, steps: list[Step]) -> None:
-        self.steps += steps
+    def add_step(self, record: StepRecord, step: Step | None) -> None:
+        if step is not None:
+            self.steps.append(step)
 
     def add(self, timing: RequestTiming, request: Request) -> None:
         name = request.id
@@ -264,7 +265,7 @@ def run_interleaved(
             assert isinstance(clock, Stopwatch), f"engine {name} needs a Stopwatch as its clock"
             clocks[name] = clock
             timed = [(arrival_s, request) for arrival_s, request, _ in requests]
-            running[name] = iterate_steps(engines[name], timed, records[name].add_steps, one_at_a_time)
+            running[name] = iterate_steps(engines[name], timed, records[name].add_step, one_at_a_time)
         begin_s = {name: records[name].clock_s for name in names}
         try:
             while running:
@@ -280,7 +281,7 @@ def run_interleaved(
                         records[name].add(timing, request)
                         yield name, task_of[request.id], timing, request
         finally:
-            for steps in running.values():
-                steps.close()
+            for iterator in running.values():
+                iterator.close()
         for name in names:
             records[name].clock_s = max(timing.finished_s for timing in records[name].timings)

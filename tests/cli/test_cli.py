@@ -665,7 +665,7 @@ def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:
     assert all(0 < line["outside_forwards"] < 1 for line in results["batch"])
     assert [line["cached_tokens"] for line in results["suffix"]] == [2000]
     assert "HF assisted" in done.out
-    assert "suffix trie" in done.out
+    assert "suffix tree" in done.out
     assert "limt" in cli("bench", "model=tiny", "limt=2").error
     assert "already holds a run" in cli("bench", "model=tiny", *few, f"out_dir={tmp_path / 'bench'}").error
 

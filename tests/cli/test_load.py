@@ -3,7 +3,6 @@ steps take as long as they are told, and the three scripts as a user meets them.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import pytest
 from specdec import method, rejection
 from specdec.core import Request, RequestStats, Step
 from specdec.engine import Engine
-from specdec.measure import arrivals, records, serving, stats, tasks
+from specdec.measure import arrivals, choose, records, serving, stats, tasks
 from specdec.measure.arrivals import Arrival
 from specdec.measure.stats import RequestTiming
 from specdec.model.target import CausalLM
@@ -699,11 +698,6 @@ def test_who_drafted_nothing_is_not_the_fastest(rounds: int, words: str, tmp_pat
 
 def test_a_verdict_names_what_it_does_not_count() -> None:
     """A run that drafted nothing and one that is slower by CPU time are no winners, and no equals of the winner either."""
-    spec = importlib.util.spec_from_file_location("choose", EVAL / "choose.py")
-    assert spec is not None
-    assert spec.loader is not None
-    choose = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(choose)
     base = [1.0 + 0.01 * i for i in range(12)]
     factors = {"none": 1.0, "idle": 2.0, "suffix": 1.5, "e3": 3.0}
     measured = {name: ([1.0] * 12, [second / by for second in base]) for name, by in factors.items()}

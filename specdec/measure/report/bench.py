@@ -10,8 +10,8 @@ from specdec.measure.report.table import interval, new_table, number
 
 
 def bench_tables(results: dict[str, Any]) -> list[Table]:
-    """Our engine against Hugging Face's, batch sizes, and the suffix trie."""
-    return [_speed_table(results), _batch_table(results["batch"]), _trie_table(results["suffix"])]
+    """Our engine against Hugging Face's, batch sizes, and the suffix tree."""
+    return [_speed_table(results), _batch_table(results["batch"]), _suffix_table(results["suffix"])]
 
 
 def _speed_table(results: dict[str, Any]) -> Table:
@@ -52,8 +52,8 @@ def _batch_table(lines: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _trie_table(lines: list[dict[str, Any]]) -> Table:
-    table = new_table("suffix trie, one thread", [], ["cached tokens", "update, us/token", "propose, us", "bytes/token"])
+def _suffix_table(lines: list[dict[str, Any]]) -> Table:
+    table = new_table("suffix tree, one thread", [], ["cached tokens", "update, us/token", "propose, us", "bytes/token"])
     for line in lines:
         table.add_row(
             f"{line['cached_tokens']:,}",

@@ -10,6 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from specdec.measure.report.figure import log_scale, saved_figure
+from specdec.measure.report.run import busy_note
 from specdec.measure.report.table import median_and_p99, new_table, number, percent
 
 Numbers = dict[str, Any]  # of a run at a rate, or of a run
@@ -158,6 +159,20 @@ def _by_rate(summary: dict[str, Any], table: Table) -> Iterator[tuple[str, str, 
             yield label, name, run["at"][level]
             label = ""
         table.add_section()
+
+
+def verdicts_and_notes(summary: dict[str, Any]) -> list[str]:
+    """Which run is the fastest, whether the times can be trusted, and which outputs are not the target's, a line each."""
+    lines = list(summary["fastest"].values())
+    for level, reasons in summary["busy"].items():
+        if reasons:
+            gains = {name: run["gain_cpu"][level] for name, run in summary["runs"].items() if name != summary["plain"]}
+            by_cpu = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+            lines.append(f"{busy_note(reasons, None)}; gains by CPU time at rate {level}: {by_cpu}")
+    for name, run in summary["runs"].items():
+        if run["outputs_said"].startswith("NO"):
+            lines.append(f"warning: {name}: {run['outputs_said']}")
+    return lines
 
 
 def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
