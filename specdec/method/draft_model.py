@@ -150,7 +150,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
             return
         self.model = model if isinstance(model, CausalLM) else _load(target, model, revision, draft_tensor_parallel_size)
         if use_heterogeneous_vocab:
-            self.vocabulary = shared_vocab.shared(target, self.model)
+            self.vocabulary = shared_vocab.intersect(target, self.model)
         else:
             same_vocabulary(target, self.model.vocab_size, self.model.name, "; or give use_heterogeneous_vocab=true")
             if self.model is not target:
@@ -236,7 +236,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         start_R[rows] = start_B
         count_R[rows] = count_B
         logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, logits_at_N=logits_at_N).logits
-        return logits_NV if self.vocabulary is None else self.vocabulary.kept(logits_NV)
+        return logits_NV if self.vocabulary is None else self.vocabulary.shared_logits(logits_NV)
 
     def to_draft_ids_host(self, target_ids: np.ndarray) -> np.ndarray:
         """Committed tokens in the drafter's vocabulary."""

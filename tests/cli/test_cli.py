@@ -102,8 +102,8 @@ def test_a_row_says_all_about_its_request(finished: Finished) -> None:
         assert all(len(row[key]) == 2 and min(row[key]) > 0 for key in ("draft_s", "verify_s"))
         assert 0 < row["prefill_s"] <= row["time_to_first_token_s"]
         assert row["decode_s"] >= sum(row["draft_s"]) + sum(row["verify_s"]) - 1e-9
-        own = stats.RequestStats(**{key: row[key] for key in (*records._LISTS, *records._TIMES)})
-        assert {key: row[key] for key in stats.request_metrics(own)} == stats.request_metrics(own)
+        request_stats = stats.RequestStats(**{key: row[key] for key in (*records._LISTS, *records._TIMES)})
+        assert {key: row[key] for key in stats.request_metrics(request_stats)} == stats.request_metrics(request_stats)
     for row in rows_of(out_dir / "baseline.jsonl"):
         assert (row["method"], row["num_speculative_tokens"]) == ("none", 0)
         assert row["drafted"] == [0] * 7
@@ -168,9 +168,9 @@ def test_the_saved_config_is_resolved_and_runs_again(finished: Finished, tmp_pat
 
 
 def test_the_json_object_is_the_groups_by_another_door(finished: Finished, tmp_path: Path, cli: Cli) -> None:
-    given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
+    config = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
     arguments = (*SMALL, "baseline=false", f"out_dir={tmp_path / 'json'}")
-    done = cli("run", *arguments, f"speculative_config={json.dumps(given)}")
+    done = cli("run", *arguments, f"speculative_config={json.dumps(config)}")
     assert done.code == 0, done.err
     same = ("id", "method", "rejection", "num_speculative_tokens", "output_token_ids", "drafted", "seed")
     wanted, got = (rows_of(path / "requests.jsonl") for path in (finished[0], tmp_path / "json"))
@@ -498,12 +498,12 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
     second = requests.read_bytes()
     assert second.startswith(first)
     assert second.count(b"\n") < count
-    whole = second[: second.rindex(b"\n") + 1]
-    requests.write_bytes(whole + b'{"id": "7/1", "prompt_id": "7", "turn')  # as a full disk would leave it
+    complete_lines = second[: second.rindex(b"\n") + 1]
+    requests.write_bytes(complete_lines + b'{"id": "7/1", "prompt_id": "7", "turn')  # as a full disk would leave it
 
     done = cli("run", *shared, f"out_dir={out_dir}", "resume=true")
     assert done.code == 0, done.err
-    assert requests.read_bytes().startswith(whole)
+    assert requests.read_bytes().startswith(complete_lines)
     assert cli("run", *shared, f"out_dir={tmp_path / 'straight'}").code == 0
     assert len(rows_of(requests)) == count
     assert outputs(out_dir) == outputs(tmp_path / "straight")
@@ -658,8 +658,8 @@ def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:
     for line in results["speed"]:
         assert (line["dtype"], line["threads"]) == ("float32", 1)
         ours = line["ours_tokens_per_s"]
-        theirs = line["theirs_tokens_per_s"]
-        assert line["pooled_ratio"] == pytest.approx(ours / theirs)
+        hugging_face = line["theirs_tokens_per_s"]
+        assert line["pooled_ratio"] == pytest.approx(ours / hugging_face)
         assert line["ratio"] > 0
     assert [line["method"] for line in results["batch"]] == ["none", "ngram", "draft_model"]
     assert all(0 < line["outside_forwards"] < 1 for line in results["batch"])
@@ -676,9 +676,9 @@ def test_the_benchmark_decodes_every_prompt_cold(monkeypatch: pytest.MonkeyPatch
     forward = CausalLM.forward
     counts = []
 
-    def counted(*given: Any, **more: Any) -> Any:
+    def counted(*args: Any, **more: Any) -> Any:
         counts[-1] += 1
-        return forward(*given, **more)
+        return forward(*args, **more)
 
     monkeypatch.setattr(CausalLM, "forward", counted)
     drafter = method.build("suffix", target)

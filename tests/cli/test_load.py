@@ -128,10 +128,10 @@ def test_a_trace_that_is_not_utf8(tmp_path: Path) -> None:
 def test_names_that_a_trace_has_given_are_left_to_it(target: CausalLM, tmp_path: Path) -> None:
     chosen = tasks.load(short_tasks(tmp_path / "t", 2))
     params = SamplingParams(max_tokens=5)
-    given = [None, "t0/1", None, None, "t1/1#2", "t0/1#3", None, None, None]
-    at = [Arrival(0.0, name) for name in given]
+    trace_ids = [None, "t0/1", None, None, "t1/1#2", "t0/1#3", None, None, None]
+    at = [Arrival(0.0, name) for name in trace_ids]
     names = [request.id for _, request, _ in arrivals.make_requests(target, chosen, at, params, 0)]
-    assert [name for name, own in zip(names, given, strict=True) if own] == ["t0/1", "t1/1#2", "t0/1#3"]
+    assert [name for name, trace_id in zip(names, trace_ids, strict=True) if trace_id] == ["t0/1", "t1/1#2", "t0/1#3"]
     assert names == ["t0/1#2", "t0/1", "t0/1#4", "t1/1#3", "t1/1#2", "t0/1#3", "t0/1#5", "t1/1#4", "t0/1#6"]
     assert len(set(names)) == len(names)
 
@@ -153,18 +153,18 @@ def test_requests_begin_again_under_other_names_and_seeds(target: CausalLM, tmp_
 
 def request(*steps: tuple[int, int, int, float, int], trimmed: int = 0) -> RequestStats:
     """Steps of (drafted, accepted, emitted, wall_s, batch size)."""
-    own = RequestStats()
+    request_stats = RequestStats()
     for drafted, accepted, emitted, wall_s, rows in steps:
-        own.add(drafted, accepted, emitted, 0.1, 0.2, rows, trimmed=trimmed, wall_s=wall_s)
-        own.decode_s += wall_s
-    return own
+        request_stats.add(drafted, accepted, emitted, 0.1, 0.2, rows, trimmed=trimmed, wall_s=wall_s)
+        request_stats.decode_s += wall_s
+    return request_stats
 
 
 def test_latencies_are_measured_from_when_a_request_was_due() -> None:
-    own = request((3, 2, 3, 0.5, 2), (3, 0, 1, 1.0, 1))
-    own.queue_s = 2.0
-    own.time_to_first_token_s = 0.25
-    one = RequestTiming(10.0, 10.5, own)  # the engine was in a step for half a second
+    request_stats = request((3, 2, 3, 0.5, 2), (3, 0, 1, 1.0, 1))
+    request_stats.queue_s = 2.0
+    request_stats.time_to_first_token_s = 0.25
+    one = RequestTiming(10.0, 10.5, request_stats)  # the engine was in a step for half a second
     assert one.admitted_s == 12.5
     assert one.time_to_first_token == 2.75
     assert one.end_to_end == 4.25
@@ -202,15 +202,15 @@ def test_phases_that_num_requests_cuts_short() -> None:
         RequestTiming(at, at, request((1, 1, 2, 0.25, 1))) for at in (0.0, 0.5, 2.25, 2.5)
     ]  # two tokens each, and a first
     rates = [(1.0, 2.0), (1.0, 0.0), (2.0, 4.0), (5.0, 1.0)]
-    cut, whole = (stats.by_phase(served, rates, cut) for cut in (True, False))
+    cut, complete = (stats.by_phase(served, rates, cut) for cut in (True, False))
     assert list(cut) == ["0 to 1 s at 2/s", "1 to 2 s at 0/s", "2 to 2.75 s at 4/s"]
-    assert list(whole) == [*list(cut)[:2], "2 to 4 s at 4/s", "4 to 9 s at 1/s"]
+    assert list(complete) == [*list(cut)[:2], "2 to 4 s at 4/s", "4 to 9 s at 1/s"]
     ended = cut["2 to 2.75 s at 4/s"]
-    lasting = whole["2 to 4 s at 4/s"]
+    lasting = complete["2 to 4 s at 4/s"]
     assert (ended["end_s"], ended["output_tokens_per_s"], ended["requests_per_s"]) == (2.75, 6 / 0.75, 2 / 0.75)
     assert ended["offered_requests_per_s"] == 2 / 0.5, "until the last came"
     assert (lasting["end_s"], lasting["output_tokens_per_s"], lasting["offered_requests_per_s"]) == (4.0, 6 / 2, 2 / 2)
-    assert cut["0 to 1 s at 2/s"] == whole["0 to 1 s at 2/s"]
+    assert cut["0 to 1 s at 2/s"] == complete["0 to 1 s at 2/s"]
     assert "4 to 9 s at 1/s" not in cut, "it never began"
 
 
@@ -237,8 +237,8 @@ def test_spread_and_ratio() -> None:
 
 
 def test_survival_leaves_out_drafts_that_were_cut() -> None:
-    whole = request((2, 2, 3, 1, 1), (2, 0, 1, 1, 1), (0, 0, 1, 1, 1), (1, 1, 2, 1, 1))  # 20 tokens may be emitted
-    assert stats.survival([whole], [20], 2) == ([2 / 4, 1 / 4], [3 / 4, 2 / 4], 4)
+    uncut = request((2, 2, 3, 1, 1), (2, 0, 1, 1, 1), (0, 0, 1, 1, 1), (1, 1, 2, 1, 1))  # 20 tokens may be emitted
+    assert stats.survival([uncut], [20], 2) == ([2 / 4, 1 / 4], [3 / 4, 2 / 4], 4)
     # of 5 tokens the first is the prefill's, three come of the first step, and for the second no room for 2 and a bonus is left
     assert stats.survival([request((2, 2, 3, 1, 1), (0, 0, 1, 1, 1))], [5], 2) == ([1, 1], [1, 1], 1)
     assert stats.survival([request((2, 0, 1, 1, 1), trimmed=1)], [20], 2) == ([], [], 0), "a part was not verified"
@@ -380,8 +380,8 @@ def test_warming_up_leaves_nothing_behind(target: CausalLM) -> None:
 def test_engines_that_take_turns_answer_the_same(target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = tasks.load(short_tasks(tmp_path / "t", 5))
     engines = {
-        name: Engine(target, method.build(name, target, **own), rejection.build("standard"), 2, clock=serving.Stopwatch())
-        for name, own in (("none", {}), ("draft_model", {"model": "tiny", "num_speculative_tokens": 2}))
+        name: Engine(target, method.build(name, target, **settings), rejection.build("standard"), 2, clock=serving.Stopwatch())
+        for name, settings in (("none", {}), ("draft_model", {"model": "tiny", "num_speculative_tokens": 2}))
     }
     records = {name: serving.RunRecord() for name in engines}
     params = SamplingParams(temperature=0, max_tokens=6)
@@ -648,26 +648,26 @@ def test_choosing(tmp_path: Path, cli: Cli) -> None:
             name: [(row["id"], row["seed"]) for row in rows if row["run"] == name and row["rate"] == level]
             for name in summary["runs"]
         }
-        assert all(sorted(own) == sorted(at["none"]) for own in at.values())
+        assert all(sorted(tokens) == sorted(at["none"]) for tokens in at.values())
     plain = summary["runs"]["none"]
     assert plain["gain_low"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
     assert plain["gain_high"] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
-    for own in summary["runs"].values():
-        assert own["outputs"] == "24/24"
+    for tokens in summary["runs"].values():
+        assert tokens["outputs"] == "24/24"
         # at this rate the engine is never idle: what differs is the time between its steps
-        assert own["gain_high"]["ratio"] == pytest.approx(
-            own["at"]["all"]["output_tokens_per_s"] / plain["at"]["all"]["output_tokens_per_s"], rel=0.25
+        assert tokens["gain_high"]["ratio"] == pytest.approx(
+            tokens["at"]["all"]["output_tokens_per_s"] / plain["at"]["all"]["output_tokens_per_s"], rel=0.25
         )
-        assert own["gain_high"]["low"] <= own["gain_high"]["high"]
-        assert own["gain_low"]["ratio"] == pytest.approx(
-            plain["at"]["one"]["end_to_end_s"]["mean"] / own["at"]["one"]["end_to_end_s"]["mean"]
+        assert tokens["gain_high"]["low"] <= tokens["gain_high"]["high"]
+        assert tokens["gain_low"]["ratio"] == pytest.approx(
+            plain["at"]["one"]["end_to_end_s"]["mean"] / tokens["at"]["one"]["end_to_end_s"]["mean"]
         )
-        assert own["at"]["one"]["mean_batch_size"] == 1
-        n = own["at"]["all"]
+        assert tokens["at"]["one"]["mean_batch_size"] == 1
+        n = tokens["at"]["all"]
         assert n["measured_over_predicted"] == pytest.approx(n["decode_tokens_per_s"] / n["predicted_tokens_per_s"])
-    own = summary["runs"]["own"]["at"]["one"]
-    assert own["wasted_share"] == 0
-    assert own["mean_acceptance_length"] > 3
+    tokens = summary["runs"]["own"]["at"]["one"]
+    assert tokens["wasted_share"] == 0
+    assert tokens["mean_acceptance_length"] > 3
     assert summary["runs"]["auto"]["num_speculative_tokens_said"] == "auto"
     assert (out_dir / "choose.png").read_bytes().startswith(b"\x89PNG")
     lines = [line for line in done.out.splitlines() if line.startswith("| ")]

@@ -27,11 +27,11 @@ def test_what_is_malformed_is_refused_in_one_line(door: str) -> None:
         (lambda scratch: (scratch / "nothing").read_text(), "traceback"),
     ],
 )
-def test_the_judge_can_tell(action: object, verdict: str, tmp_path: Path) -> None:
+def test_verdicts_can_tell(action: object, verdict: str, tmp_path: Path) -> None:
     assert malformed.outcome(malformed.Case("none", "x", action), tmp_path)[0] == verdict  # type: ignore[arg-type]
 
 
-def test_the_judge_wants_one_line(tmp_path: Path) -> None:
+def test_a_refusal_is_one_line(tmp_path: Path) -> None:
     def raises(text: str) -> str:
         def action(_: Path) -> None:
             raise ValueError(text)

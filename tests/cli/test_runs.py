@@ -100,14 +100,14 @@ def held(path: Path) -> Iterator[Any]:
 @EVERY
 def test_a_second_process_is_told_who_has_the_directory(name: str, tmp_path: Path) -> None:
     """In one line, before the weights, whether it wants to go on with the run or begins at the same time; nothing changes."""
-    given, key = HYDRA[name]
+    arguments, key = HYDRA[name]
     out = tmp_path / "new" / "run"
     with held(lock_of(name, out)) as process:
         if name in RESUMES:
             (out / records.MARKER).write_text("{}")
         before = contents(tmp_path)
         for more in ([], ["resume=true"]) if name in RESUMES else ([],):
-            error = run(name, *given, *more, f"{key}={out}", cwd=tmp_path).error
+            error = run(name, *arguments, *more, f"{key}={out}", cwd=tmp_path).error
             assert f"{key}={out} is in use by process {process.pid} on {platform.node()} since 20" in error
             assert error.endswith("; wait until that ends, or give another")
         assert contents(tmp_path) == before
@@ -115,13 +115,13 @@ def test_a_second_process_is_told_who_has_the_directory(name: str, tmp_path: Pat
 
 def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
     """Two processes that append to one file under two names are two on one file."""
-    given, key = HYDRA["train/prepare"]
+    arguments, key = HYDRA["train/prepare"]
     link = tmp_path / "link.jsonl"
     real = tmp_path / "real.jsonl"
     real.write_text("")
     link.symlink_to(real)
     with held(tmp_path / ".real.jsonl.lock") as process:
-        error = run("train/prepare", *given, "resume=true", f"{key}={link}", cwd=tmp_path).error
+        error = run("train/prepare", *arguments, "resume=true", f"{key}={link}", cwd=tmp_path).error
         assert f"{key}={link} is in use by process {process.pid}" in error
 
 
@@ -166,7 +166,7 @@ def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) 
     out_dir = tmp_path / "outputs" / "run"
     count = 6
     barrier = FORK.Barrier(count)
-    said = FORK.SimpleQueue()
+    messages = FORK.SimpleQueue()
     over = FORK.Event()
 
     def child() -> None:
@@ -175,15 +175,15 @@ def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) 
             records.reserve(out_dir, resume=False)
             time.sleep(0.05)
             records.claim(out_dir, False, {"pid": os.getpid()})
-            said.put((os.getpid(), None))
+            messages.put((os.getpid(), None))
             over.wait(30)
         except ValueError as error:
-            said.put((os.getpid(), str(error)))
+            messages.put((os.getpid(), str(error)))
 
     children = [FORK.Process(target=child) for _ in range(count)]
     for process in children:
         process.start()
-    answers = [said.get() for _ in children]
+    answers = [messages.get() for _ in children]
     over.set()
     for process in children:
         process.join(30)
@@ -198,7 +198,7 @@ def test_a_file_system_without_locks_is_named(
 ) -> None:
     """And the run goes on."""
 
-    def refuse(*given: Any, **more: Any) -> None:
+    def refuse(*args: Any, **more: Any) -> None:
         raise error
 
     monkeypatch.setattr(lock.FileLock, "acquire", refuse)
@@ -210,7 +210,7 @@ def test_a_file_system_without_locks_is_named(
 
 
 def test_a_file_system_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any, **more: Any) -> None:
+    def refuse(*args: Any, **more: Any) -> None:
         raise OSError(errno.EROFS, "no")
 
     monkeypatch.setattr(lock.FileLock, "acquire", refuse)
@@ -266,17 +266,17 @@ def test_a_signal_while_a_model_is_loaded(
 ) -> None:
     """One line, which promises nothing: nothing has begun, and nothing is left."""
 
-    def stopped(*given: Any, **more: Any) -> Any:
+    def stopped(*args: Any, **more: Any) -> Any:
         signal.raise_signal(number)
         time.sleep(5)
         raise AssertionError("the signal was not heard")
 
     monkeypatch.setattr(target.CausalLM, "__init__", stopped)
     monkeypatch.setattr(native, "find", stopped)
-    given, key = HYDRA[name]
+    arguments, key = HYDRA[name]
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     try:
-        done = run(name, *given, f"{key}={tmp_path / 'new' / 'run'}", cwd=tmp_path)
+        done = run(name, *arguments, f"{key}={tmp_path / 'new' / 'run'}", cwd=tmp_path)
     finally:
         for one, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
             signal.signal(one, handler)
@@ -288,14 +288,14 @@ def test_a_signal_while_a_model_is_loaded(
 def test_a_stopped_run_promises_what_it_can_do(
     name: str, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*given: Any, **more: Any) -> Any:
+    def stopped(*args: Any, **more: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(config, "save", stopped)  # what comes first when a directory is taken
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    given = ("data=jsonl", f"data.path={data}") if name == "train/extract" else ()
-    done = run(name, "model=tiny", *given, f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
+    arguments = ("data=jsonl", f"data.path={data}") if name == "train/extract" else ()
+    done = run(name, "model=tiny", *arguments, f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     go_on = ", and resume=true goes on with the rest" if resumes else ""
     assert done.code == 130
     assert done.err.splitlines()[-1] == f"interrupted; what had finished is kept in {tmp_path / 'run'}{go_on}"
@@ -339,7 +339,7 @@ def test_a_run_under_load_ends_with_the_code_of_its_signal(
 ) -> None:
     """It listens itself, to summarise what had finished."""
 
-    def stopped(*given: Any, **more: Any) -> Iterator[Any]:
+    def stopped(*args: Any, **more: Any) -> Iterator[Any]:
         raise error
         yield
 
@@ -370,10 +370,10 @@ def prompts(path: Path) -> Path:
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     """What had finished stays, and the run goes on once there is room."""
     path = prompts(tmp_path / "tasks.jsonl")
-    given = ("model=tiny", "task=jsonl", f"task.path={path}", "sampling.max_tokens=8", "baseline=false")
+    arguments = ("model=tiny", "task=jsonl", f"task.path={path}", "sampling.max_tokens=8", "baseline=false")
     out_dir = tmp_path / "run"
     with full_after(5000):
-        done = run("eval/run", *given, f"out_dir={out_dir}", cwd=tmp_path)
+        done = run("eval/run", *arguments, f"out_dir={out_dir}", cwd=tmp_path)
     assert done.code == 1
     assert done.err.splitlines()[-1] == (
         f"error: {out_dir / 'requests.jsonl'}: File too large; what had finished is kept in {out_dir}, and resume=true goes on "
@@ -381,17 +381,17 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     )
     kept = list(records.rows_in(out_dir / "requests.jsonl"))
     assert 0 < len(kept) < 8
-    assert run("eval/run", *given, f"out_dir={out_dir}", "resume=true", cwd=tmp_path).code == 0
+    assert run("eval/run", *arguments, f"out_dir={out_dir}", "resume=true", cwd=tmp_path).code == 0
     assert rows_of(out_dir / "requests.jsonl")[: len(kept)] == kept
-    assert run("eval/run", *given, f"out_dir={tmp_path / 'straight'}", cwd=tmp_path).code == 0
+    assert run("eval/run", *arguments, f"out_dir={tmp_path / 'straight'}", cwd=tmp_path).code == 0
     assert outputs(out_dir) == outputs(tmp_path / "straight")
 
 
 def test_a_full_disk_under_load_and_while_preparing(tmp_path: Path) -> None:
     path = prompts(tmp_path / "tasks.jsonl")
-    given = ("model=tiny", "task=jsonl", f"task.path={path}", "sampling.max_tokens=8", "request_rate=inf")
+    arguments = ("model=tiny", "task=jsonl", f"task.path={path}", "sampling.max_tokens=8", "request_rate=inf")
     with full_after(3000):
-        done = run("eval/load", *given, f"out_dir={tmp_path / 'load'}", cwd=tmp_path)
+        done = run("eval/load", *arguments, f"out_dir={tmp_path / 'load'}", cwd=tmp_path)
     line = f"error: {tmp_path / 'load' / 'requests.jsonl'}: File too large; what had finished is kept in {tmp_path / 'load'}"
     assert done.err.splitlines()[-1] == line
     out = tmp_path / "data.jsonl"
@@ -406,7 +406,7 @@ def test_a_full_disk_under_load_and_while_preparing(tmp_path: Path) -> None:
 
 
 def test_no_room_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: Any, **more: Any) -> int:
+    def full(*args: Any, **more: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
@@ -416,13 +416,13 @@ def test_no_room_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @EVERY
 def test_what_nobody_foresaw_is_one_line_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*given: Any, **more: Any) -> Any:
+    def broken(*args: Any, **more: Any) -> Any:
         raise AttributeError("first line\nsecond line")
 
     monkeypatch.setattr(target.CausalLM, "__init__", broken)
     monkeypatch.setattr(native, "find", broken)
-    given, key = HYDRA[name]
-    arguments = (*given, f"{key}={tmp_path / 'run'}")
+    overrides, key = HYDRA[name]
+    arguments = (*overrides, f"{key}={tmp_path / 'run'}")
     assert run(name, *arguments, cwd=tmp_path).error == "error: AttributeError: first line; SPECDEC_DEBUG=1 shows where"
     monkeypatch.setenv(script.DEBUG, "1")
     done = run(name, *arguments, cwd=tmp_path)
@@ -442,9 +442,9 @@ def test_a_script_of_its_own_ends_in_one_line(tmp_path: Path) -> None:
 def test_a_name_stays_below_outputs(page: str, tmp_path: Path) -> None:
     (name,) = [name for name in HYDRA if Path(name).name == {"train": "eagle", "eval": "run"}.get(page, page)]
     more = ("..", ".", "a/b", "/tmp/x", "", "a\\b", "n" * 300) if page == "eval" else ()
-    for given in ("../../x", *more):
-        error = run(name, "model=tiny", f"name='{given}'", cwd=tmp_path).error
-        assert f"name={given!r} is no name of a directory" in error
+    for run_name in ("../../x", *more):
+        error = run(name, "model=tiny", f"name='{run_name}'", cwd=tmp_path).error
+        assert f"name={run_name!r} is no name of a directory" in error
     if page == "eval":  # which the name is made of
         assert "is no name of a directory" in run(name, "model=tiny", "model.name=../../x", cwd=tmp_path).error
     assert list(tmp_path.iterdir()) == []
@@ -455,7 +455,7 @@ WANDB = ("logger=wandb", "logger.mode=offline")
 
 @pytest.mark.parametrize("name", ["train/eagle", "eval/run", "eval/load"])
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         (("logger.mode=banana",), "logger.mode='banana': input should be 'online' or 'offline'"),
         (("logger.tags=drafter",), "logger.tags='drafter'"),
@@ -467,8 +467,8 @@ WANDB = ("logger=wandb", "logger.mode=offline")
         (("logger.name=banana",), "logger.name='banana': input should be 'none' or 'wandb'"),
     ],
 )
-def test_the_logger_is_looked_at_before_the_run(name: str, given: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    error = run(name, "model=tiny", *WANDB, *given, f"out_dir={tmp_path / 'run'}", cwd=tmp_path).error
+def test_the_logger_is_looked_at_before_the_run(name: str, arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    error = run(name, "model=tiny", *WANDB, *arguments, f"out_dir={tmp_path / 'run'}", cwd=tmp_path).error
     assert words in error
     assert list(tmp_path.iterdir()) == []
 
@@ -476,11 +476,11 @@ def test_the_logger_is_looked_at_before_the_run(name: str, given: tuple[str, ...
 def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the weights: what a finished run would have ended with."""
 
-    def loaded(*given: Any, **more: Any) -> Any:
+    def loaded(*args: Any, **more: Any) -> Any:
         raise AssertionError("the weights are read")
 
     monkeypatch.setattr(target.CausalLM, "__init__", loaded)
-    for name, given, words in (
+    for name, arguments, words in (
         ("train/eagle", ("model.name=x",), "model.name='x': no such choice"),
         ("eval/bench", ("dtypes=[float32,flot16]",), "did you mean 'float16'?"),
         ("eval/bench", ("suffix_tokens=[1000,many]",), "suffix_tokens=[1000, 'many']"),
@@ -491,7 +491,7 @@ def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytes
         ("train/prepare", ("synthesize.top_p=2", f"out={tmp_path / 'out'}"), "top_p=2"),
         ("train/prepare", ("-m", "seed=1,2", f"out={tmp_path / 'out'}"), "call it once for every value"),
     ):
-        assert words in run(name, "model=tiny", *given, cwd=tmp_path).error
+        assert words in run(name, "model=tiny", *arguments, cwd=tmp_path).error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -504,7 +504,7 @@ class FakeRun:
     def __init__(self) -> None:
         self.summary: dict[str, Any] = {}
 
-    def log(self, *given: Any, **more: Any) -> None:
+    def log(self, *args: Any, **more: Any) -> None:
         pass
 
     def finish(self) -> None:
@@ -513,7 +513,7 @@ class FakeRun:
 
 def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inits: list[dict[str, Any]] = []
-    monkeypatch.setattr("wandb.init", lambda **given: inits.append(given) or FakeRun())
+    monkeypatch.setattr("wandb.init", lambda **kwargs: inits.append(kwargs) or FakeRun())
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     where = (*FEW, *WANDB, f"out_dir={tmp_path / 'run'}")
     for more in ([], ["resume=true"]):
@@ -529,7 +529,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pyt
 def test_what_wandb_refuses_at_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
-    def refuse(**given: Any) -> Any:
+    def refuse(**kwargs: Any) -> Any:
         raise wandb.errors.CommError("no such entity\nand more")
 
     monkeypatch.setattr(wandb, "init", refuse)
@@ -568,8 +568,8 @@ def test_permissions_are_what_the_umask_leaves(mask: int, drafter: Path, umask: 
     umask(mask)
     done = run("train/share", f"checkpoint={drafter}", f"out={tmp_path / 'shared'}", cwd=tmp_path)
     assert done.code == 0, done.err
-    made = hub.make_once(tmp_path / "cache" / "model", lambda folder: native.write_weights(folder / "x.safetensors", {}))
-    for directory in (tmp_path / "shared", made):
+    written = hub.make_once(tmp_path / "cache" / "model", lambda folder: native.write_weights(folder / "x.safetensors", {}))
+    for directory in (tmp_path / "shared", written):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o777 & ~mask
         assert modes(directory) == {0o666 & ~mask}
 
@@ -580,11 +580,11 @@ def test_what_a_killed_share_leaves_goes_with_the_next_one(drafter: Path, tmp_pa
     def child() -> None:
         written = native.write_weights
 
-        def killed(*given: Any) -> None:
-            written(*given)
+        def killed(*args: Any) -> None:
+            written(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        for module in ("native", "foreign"):
+        for module in ("native", "hf_common"):
             vars(sys.modules[f"specdec.checkpoint.{module}"])["write_weights"] = killed
         run("train/share", f"checkpoint={drafter}", f"out={out}", cwd=tmp_path)
 

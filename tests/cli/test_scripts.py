@@ -25,14 +25,16 @@ from support import peer_vllm
 ROOT = CONF.parent
 SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).glob("*.py"))
 # method= and checkpoint= of the documents are placeholders; what they stand for is such a drafter
-STANDS_FOR = "eagle3"
+EXAMPLE_METHOD = "eagle3"
 
 
 def commands(text: str) -> Iterator[list[str]]:
     """Script and arguments of every command in a text: lines of a code block, and what stands between backticks."""
     text = re.sub(r"\$\([^)]*\)", "false", text.replace("\\\n", " "))  # a recipe's resume=$(test ... )
     lines = [line.strip() for line in text.splitlines()]
-    inline = [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))]
+    inline = [
+        " ".join(command.split()) for command in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    ]
     for line in lines + inline:
         if not re.match(r"([\w./]*python|torchrun)\s", line) or "method=repeat" in line:  # CONTRIBUTING's, yet to be written
             continue
@@ -51,8 +53,8 @@ def documented() -> list[tuple[str, ...]]:
 def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
     """Take a command as far as its config, or its arguments, and no further. SystemExit if it is refused."""
 
-    def stop_after(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> None:
-        parsed(parser, *given, **named)
+    def stop_after(parser: argparse.ArgumentParser, *args: Any, **named: Any) -> None:
+        parsed(parser, *args, **named)
         raise SystemExit(0)
 
     def resolve_only(page: str, run: Any, *defaults: str) -> None:
@@ -64,7 +66,7 @@ def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
         patch.chdir(directory)
         patch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
         patch.setattr(config, "launch", resolve_only)
-        patch.setattr(method, "of_checkpoint", lambda path: STANDS_FOR)
+        patch.setattr(method, "of_checkpoint", lambda path: EXAMPLE_METHOD)
         if "config.launch" not in (ROOT / words[0]).read_text():
             patch.setattr(argparse.ArgumentParser, "parse_args", stop_after)
         try:
@@ -91,14 +93,14 @@ def targets() -> list[str]:
 @pytest.mark.parametrize("target", targets())
 def test_what_make_runs_is_there(target: str, tmp_path: Path) -> None:
     """As make says it without doing it."""
-    said = subprocess.run(
+    dry_run = subprocess.run(
         ["make", "-n", target, "VENV=.venv", f"DRAFTERS={tmp_path / 'none'}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    for words in commands(said):
+    for words in commands(dry_run):
         parse([word.strip(";") for word in words], tmp_path)
     assert f"## make {target}" in (ROOT / "Makefile").read_text() or target in ("help", "lint"), "make help leaves it out"
 
@@ -113,9 +115,9 @@ def test_a_command_that_there_is_not_is_found(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- train/bench.py
 
 
-def bench_arguments(**given: Any) -> argparse.Namespace:
+def bench_arguments(**values: Any) -> argparse.Namespace:
     small = {"length": 40, "prompt": 8, "steps": 3, "vocab": 64, "draft_vocab": 48, "width": 64}
-    return argparse.Namespace(**(small | given))
+    return argparse.Namespace(**(small | values))
 
 
 @pytest.mark.parametrize("draft_vocab", [48, 0])
@@ -129,11 +131,11 @@ def test_the_direct_implementation_is_ours(draft_vocab: int) -> None:
         loss = script[name](drafter, batch)
         loss.backward()
         results[name] = loss.item(), {key: x.grad.clone() for key, x in drafter.named_parameters() if x.grad is not None}
-    (own, own_grad), (direct, direct_grad) = results.values()
-    assert own > 1
-    assert own == pytest.approx(direct, rel=2e-3)  # the target's states are bfloat16
-    assert own_grad.keys() == direct_grad.keys()
-    for key, grad in own_grad.items():
+    (ours, our_grad), (direct, direct_grad) = results.values()
+    assert ours > 1
+    assert ours == pytest.approx(direct, rel=2e-3)  # the target's states are bfloat16
+    assert our_grad.keys() == direct_grad.keys()
+    for key, grad in our_grad.items():
         torch.testing.assert_close(grad, direct_grad[key], rtol=0.02, atol=0.02 * float(grad.abs().max()))
 
 
@@ -190,11 +192,11 @@ def test_what_the_gpu_script_measures_runs_without_one() -> None:
 @pytest.mark.parametrize("drafter", peer_vllm.SCRIPTS)
 def test_the_drafters_of_the_comparison_can_be_trained(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commands are parsed as documented ones are; what they would train is not."""
-    said: list[tuple[str, ...]] = []
-    monkeypatch.setattr(peer_vllm, "script", lambda name, *arguments: said.append((f"train/{name}.py", *arguments)))
+    commands_run: list[tuple[str, ...]] = []
+    monkeypatch.setattr(peer_vllm, "script", lambda name, *arguments: commands_run.append((f"train/{name}.py", *arguments)))
     peer_vllm.train(drafter, tmp_path / "data.jsonl", tmp_path, 4)
-    assert said
-    for words in said:
+    assert commands_run
+    for words in commands_run:
         parse(words, tmp_path)
 
 
@@ -216,12 +218,12 @@ def test_cutting_says_what_our_engine_does() -> None:
         stats = llm.generate("to be or not to be", params, use_tqdm=False)[0].request.stats
         return list(zip(stats.drafted, stats.accepted, strict=True))
 
-    whole = steps(80)
+    full = steps(80)
     cuts = 0
     for max_tokens in range(4, 40):
         emitted = 1
         reached = []
-        for step in whole:
+        for step in full:
             if emitted < max_tokens:
                 reached.append(step)
                 emitted += step[1] + 1
@@ -233,9 +235,9 @@ def test_cutting_says_what_our_engine_does() -> None:
 def test_the_table_fits_a_terminal() -> None:
     case = peer_vllm.Case("peagle, speculators", {})
     counters = {"vllm:generation_tokens": 4800, "vllm:spec_decode_num_drafts": 1}
-    theirs = counters | {"vllm:spec_decode_num_draft_tokens": 30000, "vllm:spec_decode_num_accepted_tokens": 12345}
-    own = peer_vllm.Run([[1, 2, 3]] * 12, [[(3, 1)]] * 12, counters)
-    row = peer_vllm.row(case, own, peer_vllm.Run([[1, 2, 3]] * 12, [[(3, 1)]] * 12, theirs), 3)
+    vllm_counters = counters | {"vllm:spec_decode_num_draft_tokens": 30000, "vllm:spec_decode_num_accepted_tokens": 12345}
+    ours = peer_vllm.Run([[1, 2, 3]] * 12, [[(3, 1)]] * 12, counters)
+    row = peer_vllm.row(case, ours, peer_vllm.Run([[1, 2, 3]] * 12, [[(3, 1)]] * 12, vllm_counters), 3)
     assert peer_vllm.equal(row | {"steps_equal": 12})
     assert not peer_vllm.equal(row | {"tokens_equal": 11, "steps_equal": 12})
     assert not peer_vllm.equal(row | {"steps_equal": 12, "counters_equal": False})

@@ -14,7 +14,7 @@ def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
     return () if case.refused or case.label in FEW else (pytest.mark.prove,)
 
 
-def test_the_few_are_among_them() -> None:
+def test_the_few_are_in_the_list() -> None:
     assert set(FEW) <= {case.label for case in CASES if not case.refused}
     assert len({case.label for case in CASES}) == len(CASES)
     assert len({case.model_type for case in CASES if not case.refused}) >= 40

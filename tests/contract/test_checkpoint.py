@@ -39,9 +39,10 @@ from specdec.model.target import CausalLM
 from specdec.speculative_config import SpeculativeConfig
 from specdec.training.features import OnlineFeatures
 from support.cli import EVAL, OFFLINE, TRAIN, Cli, call, rows_of
-from support.targets import changed, made_once
+from support.targets import changed, random_target
 
-VOCAB, HIDDEN = 320, 64  # of the tiny models
+VOCAB = 320  # of the tiny models
+HIDDEN = 64
 REDUCED = np.r_[10:200:2, 200:320]
 FROZEN = Init(train_lm_head=False)
 LLAMA3 = {
@@ -1236,7 +1237,7 @@ MODULES = [
 @pytest.fixture(scope="module")
 def ships(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("ships")
-    return lambda name: made_once(name, root)
+    return lambda name: random_target(name, root)
 
 
 def of(findings: list[lint.Finding], engine: str, severity: str = "error") -> str:

@@ -108,8 +108,8 @@ def architecture(kind: str, variant: str = "llama") -> dict[str, Any]:
 @cache
 def grown(kind: str, variant: str) -> Checkpoint:
     """Two layers of the target, moved as if by training."""
-    own = VARIANTS[variant]
-    fresh = KINDS[kind].init_checkpoint(loaded(own.target), architecture(kind, variant), Init())
+    spec = VARIANTS[variant]
+    fresh = KINDS[kind].init_checkpoint(loaded(spec.target), architecture(kind, variant), Init())
     noise = torch.Generator().manual_seed(4)
     assert fresh.tensors is not None
     fresh.tensors = {
@@ -118,13 +118,13 @@ def grown(kind: str, variant: str) -> Checkpoint:
     return fresh
 
 
-def learner(kind: str, variant: str = "llama", num_depths: int = K, **objective: Any) -> Any:
-    own = VARIANTS[variant]
-    trained: Any = KINDS[kind](loaded(own.target), copy.deepcopy(grown(kind, variant)), 1)
-    given = {"loss": {"nll": 0.5, "kl": 0.5}} | objective
+def trainable(kind: str, variant: str = "llama", num_depths: int = K, **objective: Any) -> Any:
+    spec = VARIANTS[variant]
+    trained: Any = KINDS[kind](loaded(spec.target), copy.deepcopy(grown(kind, variant)), 1)
+    settings = {"loss": {"nll": 0.5, "kl": 0.5}} | objective
     if kind == "pard":
-        given = {"num_depths": num_depths, "down_sample_ratio": 1.0} | given
-    trained.for_training(trained.objective_type(**given), Init(train_embedding=own.train_embedding))
+        settings = {"num_depths": num_depths, "down_sample_ratio": 1.0} | settings
+    trained.for_training(trained.objective_type(**settings), Init(train_embedding=spec.train_embedding))
     return trained
 
 
@@ -142,7 +142,7 @@ def features(target: CausalLM, samples: list[Any]) -> Batch:
 
 
 @dataclass
-class Asked:
+class Proposed:
     """One row of one call of `propose`: committed tokens, what was drafted, and the logits of every place."""
 
     tokens: list[int]
@@ -150,32 +150,34 @@ class Asked:
     logits: list[Tensor]
 
 
-def watched(proposer: Any) -> list[Asked]:
+def watched(proposer: Any) -> list[Proposed]:
     """Make a draft model write down what happens while it proposes."""
-    asked: list[Asked] = []
+    proposals: list[Proposed] = []
     seen: list[Tensor] = []
     forward = proposer.forward_tokens
     propose = proposer.propose
 
-    def forward_tokens(*given: Any) -> Tensor:
-        seen.append(forward(*given).clone())
+    def forward_tokens(*args: Any) -> Tensor:
+        seen.append(forward(*args).clone())
         return seen[-1]
 
-    def watching(given: Any) -> Any:
+    def watching(context: Any) -> Any:
         seen.clear()
-        draft = propose(given)
+        draft = propose(context)
         first = 0
         for b, length in enumerate(draft.length_B.tolist() if seen else ()):
             # a draft model gives every row a line in every step, PARD every place of every row in one
-            own = [step[b] for step in seen[:length]] if proposer.name == "draft_model" else seen[0][first : first + length]
+            row_steps = (
+                [step[b] for step in seen[:length]] if proposer.name == "draft_model" else seen[0][first : first + length]
+            )
             first += length
             if length:
-                asked.append(Asked(given.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), list(own)))
+                proposals.append(Proposed(context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), list(row_steps)))
         return draft
 
     proposer.forward_tokens = forward_tokens
     proposer.propose = watching
-    return asked
+    return proposals
 
 
 @EACH
@@ -184,17 +186,17 @@ def watched(proposer: Any) -> list[Asked]:
 def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool) -> None:
     """Every draft of a decoding in a batch, against training over (committed tokens, draft) as a document of a packed batch:
     logits at every step and position."""
-    trained = learner(kind, variant)
+    trained = trainable(kind, variant)
     target = loaded(VARIANTS[variant].target)
     proposer: Any = method.build(kind, target, model=str(written(trained)), num_speculative_tokens=K)
-    asked = watched(proposer)
+    proposals = watched(proposer)
     lengths = (3, 130, 20, 2, 9)
     policy = Restless(K) if restless else None
     assert decode(target, proposer, prompts(*lengths), policy=policy) == plain(VARIANTS[variant].target, lengths)
-    assert len({len(one.drafted) for one in asked}) > 1, "some rows draft less, at their end"
+    assert len({len(one.drafted) for one in proposals}) > 1, "some rows draft less, at their end"
 
     documents = []
-    for i, one in enumerate(asked):
+    for i, one in enumerate(proposals):
         tokens = np.array([*one.tokens, *one.drafted, 0])
         documents.append(Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
     batch = TokenSource(torch.device("cpu"))(documents)
@@ -203,7 +205,7 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
     first_B = np.cumsum(batch.length_B) - batch.length_B
     with torch.no_grad():
         states = trained.unrolled(batch, plan)
-        for i, one in enumerate(asked):
+        for i, one in enumerate(proposals):
             for k, logits_V in enumerate(one.logits):
                 row = first_B[i] + len(one.tokens) - 1
                 step = k
@@ -213,9 +215,9 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
                 place = int(np.searchsorted(plan.steps[step].rows, row))
                 assert plan.steps[step].rows[place] == row
                 (weight_VD,) = trained.heads()
-                own_V = states[step][place] @ weight_VD.t()
-                own_V = own_V if trained.scale_draft_logits is None else trained.scale_draft_logits(own_V)[0]
-                close(own_V, logits_V, 1e-4, f"{one.tokens[-3:]} at {k}")
+                expected_V = states[step][place] @ weight_VD.t()
+                expected_V = expected_V if trained.scale_draft_logits is None else trained.scale_draft_logits(expected_V)[0]
+                close(expected_V, logits_V, 1e-4, f"{one.tokens[-3:]} at {k}")
                 compared += 1
     assert compared > 30
     assert (trained.scale_draft_logits is not None) == ("capped" in variant)
@@ -226,7 +228,7 @@ def test_what_is_trained_is_what_drafts(kind: str, variant: str, restless: bool)
 def test_the_attention_of_training_is_that_of_its_twin(kind: str, variant: str) -> None:
     """Values and gradients. Where a layer looks back a number of positions, or bends its scores, the way through masks is
     taken anyway, and is held against drafting above."""
-    trained = learner(kind, variant)
+    trained = trainable(kind, variant)
     batch = features(trained.target, SAMPLES)
     ours = gradients(trained, batch)
     unrolled = trained.unrolled
@@ -240,9 +242,9 @@ def test_the_attention_of_training_is_that_of_its_twin(kind: str, variant: str) 
 @BOTH
 def test_packed_is_unpacked(kind: str, variant: str) -> None:
     """Loss, sums and gradients of a batch are those of its documents, one by one: nothing looks into another document."""
-    trained = learner(kind, variant, **({"down_sample_ratio": 0.6} if kind == "pard" else {}))
+    trained = trainable(kind, variant, **({"down_sample_ratio": 0.6} if kind == "pard" else {}))
     loss, sums, grads = gradients(trained, features(trained.target, SAMPLES), seed="s")
-    parts = [gradients(trained, features(trained.target, [own]), seed="s") for own in SAMPLES]
+    parts = [gradients(trained, features(trained.target, [sample]), seed="s") for sample in SAMPLES]
     close(loss, sum(part[0] for part in parts))
     close(sums, sum(part[1] for part in parts))
     for name, grad in grads.items():
@@ -258,12 +260,12 @@ def test_mask_tokens_in_plain_words(variant: str) -> None:
     [K L, K L]: row (i, p) sees the tokens up to p - i, and the mask tokens (j, p - i + j) of its own chain."""
     num_depths = 3
     decay = 0.7
-    trained = learner("pard", variant, num_depths, loss={"nll": 1.0}, step_loss_decay=decay)
+    trained = trainable("pard", variant, num_depths, loss={"nll": 1.0}, step_loss_decay=decay)
     document = sample("two turns", 21, [(5, 12), (15, 21)])
     loss, _, grads = gradients(trained, TokenSource(torch.device("cpu"))([document]))
 
     length = len(document.token_n)
-    theirs = hub.load_model(written(trained), attn_implementation="eager").train()
+    reference = hub.load_model(written(trained), attn_implementation="eager").train()
     ids = torch.from_numpy(np.concatenate([document.token_n, np.full((num_depths - 1) * length, MASK)]))
     place = [(i, p) for i in range(num_depths) for p in range(length)]
     sees = torch.zeros(len(place), len(place), dtype=torch.bool)
@@ -274,7 +276,9 @@ def test_mask_tokens_in_plain_words(variant: str) -> None:
             sees[row, column] = real or chain or row == column  # a row before its document sees itself, and counts for nothing
     mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
     position = torch.tensor([p for _, p in place])
-    logits = theirs(input_ids=ids[None], position_ids=position[None], attention_mask=mask[None, None], use_cache=False).logits
+    logits = reference(
+        input_ids=ids[None], position_ids=position[None], attention_mask=mask[None, None], use_cache=False
+    ).logits
     log_q = logits[0].log_softmax(-1)
     want = torch.zeros(())
     for row, (i, p) in enumerate(place):
@@ -282,13 +286,13 @@ def test_mask_tokens_in_plain_words(variant: str) -> None:
             want = want - decay**i * log_q[row, document.token_n[p + 1]]
     want.backward()
     close(loss, want.detach())
-    named = dict(theirs.named_parameters())
+    named = dict(reference.named_parameters())
     for name, grad in grads.items():
         close(grad, named[name.removeprefix("lm.")].grad, 1e-5, name)
 
 
 def test_deeper_rows_are_fewer_and_nested() -> None:
-    trained = learner("pard", down_sample_ratio=0.5, down_sample_ratio_min=0.2, num_depths=5)
+    trained = trainable("pard", down_sample_ratio=0.5, down_sample_ratio_min=0.2, num_depths=5)
     length = 100
     batch = TokenSource(torch.device("cpu"))([sample("a", length, [(0, length)]), sample("b", length, [(0, length)])])
     plan = trained.plan(batch, 5, "seed 3")
@@ -296,9 +300,9 @@ def test_deeper_rows_are_fewer_and_nested() -> None:
     for k, (step, share) in enumerate(zip(plan.steps, (1.0, 0.5, 0.25, 0.2, 0.2), strict=True)):
         assert k == 0 or set(step.rows) <= set(plan.steps[k - 1].rows)
         for first in (0, length):
-            own = step.rows[(step.rows >= first) & (step.rows < first + length)] - first
-            assert share * length - (k + 1) <= len(own) <= share * length, "but for those at the end"
-            assert own.max() + 1 + k < length
+            sample_rows = step.rows[(step.rows >= first) & (step.rows < first + length)] - first
+            assert share * length - (k + 1) <= len(sample_rows) <= share * length, "but for those at the end"
+            assert sample_rows.max() + 1 + k < length
     again = trained.plan(batch, 5, "seed 3")
     other = trained.plan(batch, 5, "seed 4")
     assert all((a.rows == b.rows).all() for a, b in zip(plan.steps, again.steps, strict=True))
@@ -306,8 +310,8 @@ def test_deeper_rows_are_fewer_and_nested() -> None:
 
 
 def test_a_warm_up_trains_a_draft_model() -> None:
-    trained = learner("pard", depth_warmup=0.5)
-    plain_ = learner("draft_model")
+    trained = trainable("pard", depth_warmup=0.5)
+    plain_ = trainable("draft_model")
     batch = features(trained.target, SAMPLES)
     assert [trained.num_steps(progress) for progress in (0.0, 0.49, 0.5, 1.0)] == [1, 1, K, K]
     close(gradients(trained, batch, progress=0.2), gradients(plain_, batch))
@@ -319,7 +323,7 @@ def test_a_warm_up_trains_a_draft_model() -> None:
 @EACH
 @BOTH
 def test_everything_that_is_trained_learns(kind: str, variant: str) -> None:
-    trained = learner(kind, variant, loss={"nll": 1.0})
+    trained = trainable(kind, variant, loss={"nll": 1.0})
     before = {name: tensor.clone() for name, tensor in trained.to_checkpoint().tensors.items()}
     _, _, grads = gradients(trained, TokenSource(torch.device("cpu"))(SAMPLES))
     assert sum("layers.1" in name for name in grads) > 5
@@ -334,7 +338,7 @@ def test_everything_that_is_trained_learns(kind: str, variant: str) -> None:
 
 @BOTH
 def test_nothing_to_learn_is_a_clean_step(kind: str) -> None:
-    trained = learner(kind, loss={"nll": 1.0})
+    trained = trainable(kind, loss={"nll": 1.0})
     loss, sums, grads = gradients(
         trained, TokenSource(torch.device("cpu"))([sample("a prompt", 9, []), sample("b", 4, [(0, 1)])])
     )
@@ -344,29 +348,29 @@ def test_nothing_to_learn_is_a_clean_step(kind: str) -> None:
     assert not any(grad.any() for grad in grads.values())
 
 
-def test_the_target_runs_only_for_its_law() -> None:
-    trained = learner("draft_model")
+def test_the_target_runs_only_for_its_probs() -> None:
+    trained = trainable("draft_model")
     assert not trained.needs_target(trained.objective_type(loss={"nll": 1.0, "kl": 0.0}))
     assert trained.needs_target(trained.objective_type(loss={"nll": 1.0, "tv": 0.1}))
     both = [source(SAMPLES) for source in (TokenSource(torch.device("cpu")), OnlineFeatures(trained.target, ()))]
-    close(*(gradients(learner("draft_model", loss={"nll": 1.0}), batch)[2] for batch in both), 1e-6)
+    close(*(gradients(trainable("draft_model", loss={"nll": 1.0}), batch)[2] for batch in both), 1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop
 
 
 def train(out_dir: Path, kind: str, variant: str = "llama", **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
-    trained = learner(kind, variant, **({"down_sample_ratio": 0.6} if kind == "pard" else {}))
+    trained = trainable(kind, variant, **({"down_sample_ratio": 0.6} if kind == "pard" else {}))
     rows = []
     settings = Settings(
         max_steps=20, global_batch_size=4, micro_batch_size=2, lr=1e-3, mixed_precision="no", log_every=1, eval_every=6,
         save_every=7, warmup_ratio=0.2,
     )  # fmt: skip
     samples = [sample(f"s{i}", 10 + 5 * (i % 6), [(4 + i % 3, 90)]) for i in range(14)]
-    told = iter(range(1, 99))
+    values = iter(range(1, 99))
     result = fit(
         trained, OnlineFeatures(trained.target, (), 1 << 28), samples, samples[:3], settings, out_dir, log=rows.append,
-        evaluate=lambda saved: {"mean_acceptance_length": float(next(told))}, **more,
+        evaluate=lambda saved: {"mean_acceptance_length": float(next(values))}, **more,
     )  # fmt: skip
     return result, rows, trained
 
@@ -375,19 +379,19 @@ def train(out_dir: Path, kind: str, variant: str = "llama", **more: Any) -> tupl
 def test_stopped_and_resumed_equals_straight(kind: str, variant: str, tmp_path: Path) -> None:
     target = loaded(VARIANTS[variant].target)
     before = {key: tensor.clone() for key, tensor in target.model.state_dict().items()}
-    law = target.head_rows()[0].clone()
+    distribution = target.head_rows()[0].clone()
     _, straight, trained = train(tmp_path / "straight", kind, variant)
-    first, begun, _ = train(tmp_path / "parts", kind, variant, advance=stop_at(10, signal.SIGTERM))
+    first, interrupted, _ = train(tmp_path / "parts", kind, variant, advance=stop_at(10, signal.SIGTERM))
     assert (first["interrupted"], first["step"]) == (True, 10)
     second, ended_rows, again = train(tmp_path / "parts", kind, variant, resume=True)
     assert not second["interrupted"]
     same(again.state_dict(), trained.state_dict(), 1e-7)
     same(state_of(tmp_path / "parts" / "last"), state_of(tmp_path / "straight" / "last"), 1e-7)
-    for row in (*straight, *begun, *ended_rows):
+    for row in (*straight, *interrupted, *ended_rows):
         row.pop("mean_acceptance_length", None)
-    same_rows([*begun, *ended_rows][-8:], straight[-8:])
+    same_rows([*interrupted, *ended_rows][-8:], straight[-8:])
     assert all(torch.equal(tensor, before[key]) for key, tensor in target.model.state_dict().items())
-    assert torch.equal(target.head_rows()[0], law)
+    assert torch.equal(target.head_rows()[0], distribution)
     assert straight[-1]["loss"] < straight[0]["loss"]
 
 
@@ -405,10 +409,10 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize(("kind", "embedding"), [("draft_model", "true"), ("pard", "false")])
 def test_two_processes_are_one(kind: str, embedding: str, arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
-    given = [*arguments, f"method={kind}", f"train.init.train_embedding={embedding}"]
-    one = call(kind, *given, f"out_dir={tmp_path / 'one'}", cwd=tmp_path, folder=TRAIN)
+    overrides = [*arguments, f"method={kind}", f"train.init.train_embedding={embedding}"]
+    one = call(kind, *overrides, f"out_dir={tmp_path / 'one'}", cwd=tmp_path, folder=TRAIN)
     assert one.code == 0, one.err
-    jobs = [["", *given, f"out_dir={tmp_path / how}", f"train.sharding={how}"] for how in ("ddp", "fsdp")]
+    jobs = [["", *overrides, f"out_dir={tmp_path / how}", f"train.sharding={how}"] for how in ("ddp", "fsdp")]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
         str(TRAIN / f"{kind}.py"), json.dumps(jobs),
@@ -428,8 +432,8 @@ def test_from_a_draft_model_to_pard(arguments: list[str], tmp_path: Path) -> Non
     """The scripts, without method=: a draft model, then PARD from it, then PARD again, which keeps its mask token. Decoding
     from the run's directory is lossless."""
     go = partial(call, cwd=tmp_path, folder=TRAIN)
-    begun = go("draft_model", *arguments, "method=draft_model", f"out_dir={tmp_path / 'a'}")
-    assert begun.code == 0, begun.err
+    first_run = go("draft_model", *arguments, "method=draft_model", f"out_dir={tmp_path / 'a'}")
+    assert first_run.code == 0, first_run.err
     small = [*arguments, "method=pard", "train.objective.num_depths=3", "method.num_speculative_tokens=3"]
     done = go("pard", *small, f"checkpoint={tmp_path / 'a'}", f"out_dir={tmp_path / 'b'}")
     assert done.code == 0, done.err
@@ -465,19 +469,19 @@ def test_from_a_draft_model_to_pard(arguments: list[str], tmp_path: Path) -> Non
 def test_a_checkpoint_is_a_plain_model(kind: str, variant: str) -> None:
     """transformers loads it, with a tokenizer, and says what our engine says; tied weights are there once; opened again it is
     the same draft model."""
-    trained = learner(kind, variant)
+    trained = trainable(kind, variant)
     directory = written(trained)
     target = loaded(VARIANTS[variant].target)
     names = set(load_file(directory / "model.safetensors"))
     tied = json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
     assert ("lm_head.weight" in names) == (not tied)
-    theirs = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    reference = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
     ours = CausalLM(directory, "float32", "cpu")
     tokens = prompts(60)[0]
     cache_ = ours.new_cache()
     cache_.reserve(1, 64)
     logits = ours.forward(cache_, torch.tensor(tokens), np.array([0]), np.array([60])).logits
-    close(logits, theirs(torch.tensor([tokens])).logits[0].detach(), 1e-4)
+    close(logits, reference(torch.tensor([tokens])).logits[0].detach(), 1e-4)
     assert ours.eos_token_ids == target.eos_token_ids
     assert hub.load_tokenizer(directory)("a mat")["input_ids"] == target.tokenizer("a mat")["input_ids"]
     assert {"README.md", "provenance.json", "generation_config.json"} <= {path.name for path in directory.iterdir()}
@@ -490,12 +494,12 @@ def test_a_checkpoint_is_a_plain_model(kind: str, variant: str) -> None:
 def test_layers_of_the_target() -> None:
     """The chosen layers, in order, beside its embedding, final norm and output layer, whatever type the target runs in."""
     target = CausalLM("tiny-mistral", "bfloat16", "cpu")
-    whole = load_file(target.path / "model.safetensors")
-    own = DraftModel.init_checkpoint(target, {"layer_ids": [1, 3]}, Init())
-    assert own.tensors is not None
-    for name, tensor in own.tensors.items():
-        theirs = name.replace("layers.1.", "layers.3.").replace("layers.0.", "layers.1.")
-        assert torch.equal(tensor, whole[theirs]), name
+    target_tensors = load_file(target.path / "model.safetensors")
+    checkpoint = DraftModel.init_checkpoint(target, {"layer_ids": [1, 3]}, Init())
+    assert checkpoint.tensors is not None
+    for name, tensor in checkpoint.tensors.items():
+        target_name = name.replace("layers.1.", "layers.3.").replace("layers.0.", "layers.1.")
+        assert torch.equal(tensor, target_tensors[target_name]), name
     assert DraftModel.init_checkpoint(target, {}, Init()).config["num_hidden_layers"] == 1, "a quarter of four"
     gemma = DraftModel.init_checkpoint(loaded("tiny-gemma3"), {"num_hidden_layers": 3}, Init()).config
     assert gemma["num_hidden_layers"] == gemma["hf_config"]["num_hidden_layers"] == len(gemma["hf_config"]["layer_types"]) == 3
@@ -509,12 +513,12 @@ def test_layers_of_a_target_without_weights(monkeypatch: pytest.MonkeyPatch, tmp
     small = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     monkeypatch.setitem(hub.SHAPES, "small", hub.SHAPES["llama-135m"] | small | {"num_key_value_heads": 1})
     target = CausalLM("random-small", "bfloat16", "cpu")
-    own = DraftModel.init_checkpoint(target, {"num_hidden_layers": 2}, Init())
-    assert own.tensors is not None
-    norm = own.tensors["model.layers.1.mlp.up_proj.weight"]
-    assert torch.equal(own.tensors["model.embed_tokens.weight"], target.head_rows()[0].float())
+    checkpoint = DraftModel.init_checkpoint(target, {"num_hidden_layers": 2}, Init())
+    assert checkpoint.tensors is not None
+    norm = checkpoint.tensors["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(checkpoint.tensors["model.embed_tokens.weight"], target.head_rows()[0].float())
     assert norm.std() > 0
-    CausalLM(written_of(target, own), "float32", "cpu")
+    CausalLM(written_of(target, checkpoint), "float32", "cpu")
 
 
 def written_of(target: CausalLM, checkpoint: Checkpoint) -> Path:
@@ -573,12 +577,12 @@ def test_what_mask_tokens_left_is_overwritten() -> None:
     proposer: Any = Pard(loaded(), "tiny-qwen3", 3, pard_token=MASK)
     fed(proposer, PROMPTS, NEW)
     texts = {row: [*a, *b, 60, 61, 62, 63][: 12 + 3 * row] for row, (a, b) in enumerate(zip(PROMPTS, NEW, strict=True))}
-    asked: list[Any] = []
+    proposals: list[Any] = []
     forward = proposer.forward_tokens
-    proposer.forward_tokens = lambda *given: asked.append(given) or forward(*given)
+    proposer.forward_tokens = lambda *args: proposals.append(args) or forward(*args)
     proposer.propose(context(proposer, texts))
-    assert asked[0][1].tolist() == [60, 61, 62, 63, MASK, MASK, 60, 61, MASK, MASK]
-    assert asked[0][2].tolist() == [8, 13]
+    assert proposals[0][1].tolist() == [60, 61, 62, 63, MASK, MASK, 60, 61, MASK, MASK]
+    assert proposals[0][2].tolist() == [8, 13]
 
 
 def test_a_row_past_the_context_of_pard_stops_drafting_alone() -> None:
@@ -590,17 +594,17 @@ def test_a_row_past_the_context_of_pard_stops_drafting_alone() -> None:
     assert proposer.propose(context(proposer, texts)).length_B.tolist() == [4, 2, 1, 0]
 
 
-def test_pard_draws_each_place_from_its_own_law() -> None:
+def test_pard_draws_each_place_from_its_own_distribution() -> None:
     proposer = Pard(loaded(), "tiny-qwen3", 3, "probabilistic", pard_token=MASK)
     proposer.reserve(2, 64)
     for row, prompt in enumerate(PROMPTS):
         proposer.on_start(row, Request(str(row), prompt, SamplingParams()))
     texts = {row: [*a, *b] for row, (a, b) in enumerate(zip(PROMPTS, NEW, strict=True))}
-    asked = watched(proposer)
+    proposals = watched(proposer)
     draft = proposer.propose(context(proposer, texts, [3, 2], temperature=0.7))
     assert draft.q_BKV is not None
     assert draft.length_B.tolist() == [3, 2]
-    for b, one in enumerate(asked):
+    for b, one in enumerate(proposals):
         for k, logits_V in enumerate(one.logits):
             close(draft.q_BKV[b, k], (logits_V / 0.7).softmax(-1), 1e-5)
     assert not draft.q_BKV[1, 2].any(), "of a place that is not there"
@@ -650,7 +654,7 @@ def test_the_mask_token_of_the_demo_data() -> None:
 
 def test_mask_tokens_of_a_config(one_line: Any, tmp_path: Path) -> None:
     """The keys that vLLM looks up, in its order; none is an error; K over what was trained is one."""
-    directory = written(learner("pard", num_depths=4), tmp_path)
+    directory = written(trainable("pard", num_depths=4), tmp_path)
     config = json.loads((directory / "config.json").read_text())
     for keys, want in (
         ({"pard_token": 270}, 270),

@@ -49,7 +49,7 @@ from support.cli import OFFLINE, TRAIN, call, ended, rows_of
 from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from support.errors import refused
 from support.table import Restless
-from support.targets import SHIPPED, changed, made_once, tensors_of
+from support.targets import SHIPPED, changed, random_target, tensors_of
 from support.training import conversations, same, same_rows, state_of, stop_at, train
 
 
@@ -96,7 +96,7 @@ VARIANTS = {
     "mtp-2": Variant(MTP, {"num_modules": 2}, FROZEN, num_draft=2),
 }
 FEW = ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3"]
-OF = {kind: [name for name, own in VARIANTS.items() if own.kind is kind] for kind in (MLP, PEagle, MTP)}
+OF = {kind: [name for name, spec in VARIANTS.items() if spec.kind is kind] for kind in (MLP, PEagle, MTP)}
 
 
 @cache
@@ -121,9 +121,9 @@ def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
 @cache
 def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     noise = torch.Generator().manual_seed(4)
-    fresh = own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids)
+    fresh = spec.kind.init_checkpoint(loaded(spec.target), spec.architecture, spec.init, spec.vocab_ids)
     for _, tensor in sorted(fresh.tensors.items()):
         if tensor.is_floating_point():
             tensor += 0.15 * torch.randn(tensor.shape, generator=noise)
@@ -131,17 +131,17 @@ def grown(variant: str) -> Checkpoint:
 
 
 def drafter(variant: str, num_draft: int = 1, **more: Any) -> Any:
-    own = VARIANTS[variant]
-    return own.kind(loaded(own.target), copy.deepcopy(grown(variant)), num_draft, **more)
+    spec = VARIANTS[variant]
+    return spec.kind(loaded(spec.target), copy.deepcopy(grown(variant)), num_draft, **more)
 
 
-def learner(variant: str, **objective: Any) -> Any:
+def trainable(variant: str, **objective: Any) -> Any:
     """One for training, which scales features where its variant does. P-EAGLE keeps all rows unless told otherwise."""
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     trained = drafter(variant)
-    given: dict[str, Any] = {MLP: {}, PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}[own.kind]
-    given = given | {"loss": {"ce": 0.5, "nll": 0.5}} | objective
-    trained.for_training(own.kind.objective_type(**given), own.init, statistics(own.target, trained.hidden_layers))
+    settings: dict[str, Any] = {MLP: {}, PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}[spec.kind]
+    settings = settings | {"loss": {"ce": 0.5, "nll": 0.5}} | objective
+    trained.for_training(spec.kind.objective_type(**settings), spec.init, statistics(spec.target, trained.hidden_layers))
     return trained
 
 
@@ -161,7 +161,7 @@ def head_of(trained: Any, k: int, state_ND: Tensor) -> Tensor:
 
 
 @dataclass
-class Asked:
+class Proposed:
     """One row of one call of `propose`: the committed tokens, what was drafted, and the states and logits of every step."""
 
     row: int
@@ -171,17 +171,17 @@ class Asked:
     logits: list[Tensor]
 
 
-def watched(proposer: Any) -> list[Asked]:
+def watched(proposer: Any) -> list[Proposed]:
     """Make a drafter write down what happens while it proposes."""
-    asked: list[Asked] = []
+    proposals: list[Proposed] = []
     steps: list[tuple[Tensor, Tensor]] = []
     name = "head_logits" if isinstance(proposer, MLP) else "draft_logits"
     logits_of = getattr(proposer, name)
     propose = proposer.propose
 
-    def kept(*given: Any) -> Tensor:
-        logits_BV: Tensor = logits_of(*given)
-        steps.append((given[-1].clone(), logits_BV.clone()))
+    def kept(*args: Any) -> Tensor:
+        logits_BV: Tensor = logits_of(*args)
+        steps.append((args[-1].clone(), logits_BV.clone()))
         return logits_BV
 
     def watching(context: Context) -> Draft:
@@ -193,48 +193,48 @@ def watched(proposer: Any) -> list[Asked]:
                 states_and_logits = list(zip(*steps[0], strict=True))[sum(lengths[:b]) :][:length] if steps else []
             else:
                 states_and_logits = [(states[b], logits[b]) for states, logits in steps[:length]]
-            one = Asked(int(context.rows[b]), context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), [], [])
+            one = Proposed(int(context.rows[b]), context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), [], [])
             one.states = [state for state, _ in states_and_logits]
             one.logits = [logits for _, logits in states_and_logits]
-            asked.append(one)
+            proposals.append(one)
         return draft
 
     setattr(proposer, name, kept)
     proposer.propose = watching
-    return asked
+    return proposals
 
 
 def hold_to_training(
     trained: Any, num_draft: int, lengths: tuple[int, ...], max_tokens: int = 14, policy: Policy | None = None
-) -> list[Asked]:
+) -> list[Proposed]:
     """Every draft of a decoding in a batch, against the unrolled steps over (committed tokens, draft) as a document: the row
     before the last committed token is at step k where draft k is made. States that no row may read are noise.
 
     A verifier that accepts by lot makes drafts of every length stand and fall, whatever the drafter is worth."""
     proposer = type(trained)(trained.target, trained.to_checkpoint(), num_draft)
-    asked = watched(proposer)
+    proposals = watched(proposer)
     rates = [0.8, 0.62, 0.45, 0.3][:num_draft]
     verifier = rejection.build("synthetic", num_draft, synthetic_acceptance_rates=rates)
     engine = Engine(trained.target, proposer, verifier, max_batch_size=3, prefill_chunk_size=64, policy=policy)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     requests = [Request(str(i), prompt, params, seed=i) for i, prompt in enumerate(prompts(*lengths))]
     assert len(list(engine.run(requests))) == len(lengths)
-    asked = [one for one in asked if one.drafted]
+    proposals = [one for one in proposals if one.drafted]
 
     documents = []
-    for i, one in enumerate(asked):
+    for i, one in enumerate(proposals):
         tokens = np.array([*one.tokens, *one.drafted])
         documents.append(Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
     batch = features(trained, documents)
     first_B = np.cumsum(batch.length_B) - batch.length_B
-    row_B = first_B + np.array([len(one.tokens) - 2 for one in asked])
+    row_B = first_B + np.array([len(one.tokens) - 2 for one in proposals])
     for first, row, length in zip(first_B, row_B, batch.length_B, strict=True):
         batch.hidden_NTD[row + 1 : first + length] = 9.0
     compared = 0
     with torch.no_grad():
         plan = trained.plan(batch, steps_of(trained), 0)
         for k, (step, state_AD) in enumerate(zip(plan.steps, trained.unrolled(batch, plan), strict=True)):
-            here = [(row, one) for row, one in zip(row_B.tolist(), asked, strict=True) if len(one.drafted) > k]
+            here = [(row, one) for row, one in zip(row_B.tolist(), proposals, strict=True) if len(one.drafted) > k]
             place = np.searchsorted(step.rows, [row for row, _ in here])
             assert step.rows[place].tolist() == [row for row, _ in here]
             state_AD = state_AD[torch.from_numpy(place)]
@@ -242,28 +242,28 @@ def hold_to_training(
                 close(one.states[k], state_D, 1e-4, f"state of step {k} after {len(one.tokens)} tokens")
                 close(one.logits[k], logits_V, 1e-4, f"logits of step {k} after {len(one.tokens)} tokens")
             compared += len(here)
-    assert compared > 2 * len(asked) or num_draft < 4
-    return asked
+    assert compared > 2 * len(proposals) or num_draft < 4
+    return proposals
 
 
-def accepted_in(asked: list[Asked]) -> set[int]:
+def accepted_in(proposals: list[Proposed]) -> set[int]:
     """How many tokens of a draft stood, over all that were followed by another one of the same request."""
-    found = set()
-    for i, one in enumerate(asked):
+    lengths = set()
+    for i, one in enumerate(proposals):
         n = len(one.tokens)
-        after = next((x for x in asked[i + 1 :] if x.row == one.row), None)
+        after = next((x for x in proposals[i + 1 :] if x.row == one.row), None)
         if after is not None and after.tokens[:n] == one.tokens:
-            found.add(len(after.tokens) - n - 1)
-    return found
+            lengths.add(len(after.tokens) - n - 1)
+    return lengths
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_trained_is_what_drafts(variant: str) -> None:
     """Rows join and leave; drafts of all lengths are made, stand and fall."""
     num_draft = VARIANTS[variant].num_draft
-    asked = hold_to_training(learner(variant), num_draft, (3, 70, 20, 1, 2, 9, 33))
-    assert {len(one.drafted) for one in asked} == set(range(1, num_draft + 1))
-    assert accepted_in(asked) == set(range(num_draft + 1))
+    proposals = hold_to_training(trainable(variant), num_draft, (3, 70, 20, 1, 2, 9, 33))
+    assert {len(one.drafted) for one in proposals} == set(range(1, num_draft + 1))
+    assert accepted_in(proposals) == set(range(num_draft + 1))
 
 
 @pytest.mark.parametrize("variant", ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", "mtp-2"])
@@ -271,7 +271,7 @@ def test_drafts_go_on_when_rows_sat_out(variant: str, monkeypatch: pytest.Monkey
     """Some for so long that the drafter has to take in their states."""
     monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
     num_draft = VARIANTS[variant].num_draft
-    hold_to_training(learner(variant), num_draft, (3, 70, 20, 1, 2, 9, 33), 30, Restless(num_draft))
+    hold_to_training(trainable(variant), num_draft, (3, 70, 20, 1, 2, 9, 33), 30, Restless(num_draft))
 
 
 @pytest.mark.parametrize("variant", ["peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", "mtp-3-mistral-reduced"])
@@ -279,19 +279,19 @@ def test_drafts_go_on_from_a_long_prompt(variant: str, monkeypatch: pytest.Monke
     """The pairs of a prompt come in pieces: of 16 here, so that prompts end before, at and behind their borders."""
     for module in ("specdec.drafter.autoregressive", "specdec.method.mtp"):
         monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 16)
-    hold_to_training(learner(variant), VARIANTS[variant].num_draft, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
+    hold_to_training(trainable(variant), VARIANTS[variant].num_draft, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
 
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle-2-layers-reduced", "mtp-4-qwen3"])
 def test_output_is_the_targets(variant: str) -> None:
     """Under a lossless verifier, with a budget that ends within the drafter's context and one that does not."""
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     lengths = (3, 40, 20, 2, 9)
     for more in ({}, {"max_model_len": 24}, {"draft_sample_method": "probabilistic"}):
-        proposer = drafter(variant, own.num_draft, **more)
-        asked = watched(proposer)
-        assert decode(loaded(own.target), proposer, prompts(*lengths)) == plain(own.target, lengths)
-        beyond = [one for one in asked if len(one.tokens) >= 26]
+        proposer = drafter(variant, spec.num_draft, **more)
+        proposals = watched(proposer)
+        assert decode(loaded(spec.target), proposer, prompts(*lengths)) == plain(spec.target, lengths)
+        beyond = [one for one in proposals if len(one.tokens) >= 26]
         assert beyond
         assert any(one.drafted for one in beyond) == ("max_model_len" not in more)
 
@@ -306,17 +306,17 @@ def rms_normed(x: Tensor, eps: float = 1e-6) -> Tensor:
 @pytest.mark.parametrize("variant", OF[MLP])
 def test_an_mlp_head_is_its_formula(variant: str) -> None:
     """s_i = gelu(ln_i(proj_i(s_{i-1}) + w_e / w_s emb_i(x_i))): what IBM's code does, with the tensors of the checkpoint."""
-    own = VARIANTS[variant]
-    made = grown(variant)
+    spec = VARIANTS[variant]
+    checkpoint = grown(variant)
     trained = drafter(variant)
-    weights = made.tensors
-    config = made.config
+    weights = checkpoint.tensors
+    config = checkpoint.config
     n = config["n_predict"]
     inner = config["inner_dim"]
     tied = config["tie_weights"]
     batch = features(trained, [SAMPLES[0]])
     count = len(batch.token_N) - n - 1
-    state = loaded(own.target).final_norm(batch.hidden_NTD[:count, -1])
+    state = loaded(spec.target).final_norm(batch.hidden_NTD[:count, -1])
     if config["scale_input"]:
         state = rms_normed(state) / math.sqrt(2)
     w_s = 0.5 ** (0.5 / n)
@@ -327,8 +327,8 @@ def test_an_mlp_head_is_its_formula(variant: str) -> None:
         for i in range(n):
             token_N = batch.token_N[1 + i : 1 + i + count]
             of = 0 if tied else i
-            own_embedding = config["own_embedding"]
-            embedded = weights[f"emb.{of}.weight"][token_N] if own_embedding else trained.target.embedding(token_N)
+            has_embedding = config["own_embedding"]
+            embedded = weights[f"emb.{of}.weight"][token_N] if has_embedding else trained.target.embedding(token_N)
             x = state @ weights[f"proj.{min(i, 1) if tied else i}.weight"].t() + w_e / w_s * embedded
             x = rms_normed(x) * weights[f"ln.{of}.weight"] + weights[f"ln.{of}.bias"]
             state = x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
@@ -346,8 +346,8 @@ def test_the_weights_of_an_mlp_in_numbers() -> None:
 class Placed(InWords):
     """The first layer of EAGLE-3 and ordinary ones after it, over rows at any positions that see what a matrix says."""
 
-    def __init__(self, made: Checkpoint, position_N: Tensor, sees_NN: Tensor) -> None:
-        super().__init__(made)
+    def __init__(self, checkpoint: Checkpoint, position_N: Tensor, sees_NN: Tensor) -> None:
+        super().__init__(checkpoint)
         self.position_N = position_N
         self.sees_NN = sees_NN
 
@@ -386,7 +386,7 @@ class Placed(InWords):
 def test_depths_are_one_dense_masked_pass(variant: str) -> None:
     """Every row at every depth, with one matrix that says who sees whom: a mask place sees the tokens of its document up to
     its row, and the mask places of its own row at lesser depths. Two documents; which rows are computed is COD's affair."""
-    made = grown(variant)
+    checkpoint = grown(variant)
     depths = 4
     for ratio in (1.0, 0.7):
         trained = drafter(variant)
@@ -398,11 +398,11 @@ def test_depths_are_one_dense_masked_pass(variant: str) -> None:
         first = torch.from_numpy(np.repeat(np.cumsum(batch.length_B) - batch.length_B, batch.length_B)).repeat(depths)
         same_document = first[:, None] == first
         tokens_before = (depth == 0) & (row <= row[:, None])
-        own_masks = (row == row[:, None]) & (depth > 0) & (depth <= depth[:, None])
-        words = Placed(made, row - first + depth, same_document & (tokens_before | own_masks))
+        sees_masks = (row == row[:, None]) & (depth > 0) & (depth <= depth[:, None])
+        words = Placed(checkpoint, row - first + depth, same_document & (tokens_before | sees_masks))
         token_N = torch.where(depth == 0, batch.token_N.roll(-1).repeat(depths), trained.mask_token_id)
         taps = batch.hidden(trained.hidden_layers)
-        masks = made.tensors["mask_hidden"].view(1, *taps.shape[1:]).repeat(count * (depths - 1), 1, 1)
+        masks = checkpoint.tensors["mask_hidden"].view(1, *taps.shape[1:]).repeat(count * (depths - 1), 1, 1)
         with torch.no_grad():
             want = words.states(trained.target.embedding(token_N), torch.cat([taps, masks])).unflatten(0, (depths, count))
             plan = trained.plan(batch, depths, 3)
@@ -429,9 +429,9 @@ def test_what_a_pass_of_peagle_is_fed() -> None:
         fed.append((embedding, hidden, position))
         return step(embedding, hidden, position, *more)
 
-    def keeping(*given: Any) -> Any:
-        kept.append(given[-1].tolist())
-        return forward_pairs(*given)
+    def keeping(*args: Any) -> Any:
+        kept.append(args[-1].tolist())
+        return forward_pairs(*args)
 
     proposer.step = feeding
     proposer.forward_pairs = keeping
@@ -440,12 +440,12 @@ def test_what_a_pass_of_peagle_is_fed() -> None:
     token_RL[1, 10:15] = [20, 21, 22, 23, 200]
     taps = torch.randn(7, 3, 64, generator=torch.Generator().manual_seed(0))
     taps = taps[:, : len(proposer.hidden_layers)]
-    given = Context(
+    context = Context(
         rows=np.array([0, 1]), requests=[], token_RL=token_RL, length_B=np.array([9, 15]), max_draft_B=np.array([3, 3]),
         last_token_B=torch.tensor([100, 200]), uniform_BK=None, hidden=list(taps.split([3, 4])), logits_BV=None,
     )  # fmt: skip
-    given.requests = [Request(str(i), [1], SamplingParams(temperature=0)) for i in range(2)]
-    draft = proposer.propose(given)
+    context.requests = [Request(str(i), [1], SamplingParams(temperature=0)) for i in range(2)]
+    draft = proposer.propose(context)
     assert draft.token_BK.shape == (2, 3)
     assert len(fed) == 1, "one pass"
     embedding, hidden, position = fed[0]
@@ -528,20 +528,22 @@ def mtp_states(
 
 @pytest.mark.parametrize("variant", OF[MTP])
 def test_an_mtp_module_is_its_formula(variant: str) -> None:
-    made = grown(variant)
+    checkpoint = grown(variant)
     trained = drafter(variant)
-    own = VARIANTS[variant]
-    modules = [ModuleInWords.of(trained.target, made.tensors, i) for i in range(made.config["num_modules"])]
+    spec = VARIANTS[variant]
+    modules = [ModuleInWords.of(trained.target, checkpoint.tensors, i) for i in range(checkpoint.config["num_modules"])]
     batch = features(trained, [SAMPLES[1], SAMPLES[0]])
     with torch.no_grad():
-        plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), own.num_draft)
+        plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), spec.num_draft)
         states = trained.unrolled(batch, plan)
         for row in (0, 1, 30):  # of the second document
-            want = mtp_states(made.config, modules, batch.token_N[17:], batch.hidden_NTD[17:, -1], row, own.num_draft)
+            want = mtp_states(checkpoint.config, modules, batch.token_N[17:], batch.hidden_NTD[17:, -1], row, spec.num_draft)
             for k, (step, state) in enumerate(zip(plan.steps, states, strict=True)):
                 got = state[step.rows.tolist().index(17 + row)]
                 close(got, want[k], 1e-4, f"row {row}, step {k}")
-                head = made.tensors["lm_head.weight"] if made.config["own_lm_head"] else trained.target.head_rows()[0]
+                head = (
+                    checkpoint.tensors["lm_head.weight"] if checkpoint.config["own_lm_head"] else trained.target.head_rows()[0]
+                )
                 close(trained.draft_logits(got[None])[0], want[k] @ head.t(), 1e-4, f"logits at row {row}, step {k}")
 
 
@@ -551,26 +553,26 @@ def test_an_mtp_module_is_its_formula(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value, sums and the gradient of every parameter; none of them is zero."""
-    trained = learner(variant)
-    own = VARIANTS[variant]
+    trained = trainable(variant)
+    spec = VARIANTS[variant]
     batch = features(trained, SAMPLES)
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     loss, sums, grads = gradients(trained, batch)
     assert not [name for name, grad in grads.items() if not grad.abs().sum()]
     assert {name for name, p in trained.named_parameters() if not p.requires_grad} == set()
-    assert any("head" in name for name in grads) == (own.init.train_lm_head or own.reduced)
+    assert any("head" in name for name in grads) == (spec.init.train_lm_head or spec.reduced)
     assert [float(x) for x in sums[:, ROWS]] == [
         sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps_of(trained))
     ]
     monkeypatch.setattr(losses, "distill", losses.distill_reference)
-    if own.kind is not MLP:
+    if spec.kind is not MLP:
         monkeypatch.setattr(trained, "unrolled", partial(trained.unrolled, kernel=unroll.attention_reference))
     close((loss, sums, grads), gradients(trained, batch), 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["peagle-norms", "mtp", "mtp-4-qwen3"])
 def test_readable_attention_gives_the_same_states(variant: str) -> None:
-    trained = learner(variant)
+    trained = trainable(variant)
     batch = features(trained, SAMPLES)
     plan = trained.plan(batch, steps_of(trained), 0)
     with torch.no_grad():
@@ -580,18 +582,18 @@ def test_readable_attention_gives_the_same_states(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["mlp-untied-reduced", "mlp", "mlp-targets-head"])
 def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
     """In words: -log q(x) of every head at every supervised token that it can draft, unweighted."""
-    trained = learner(variant, loss={"nll": 1.0})
+    trained = trainable(variant, loss={"nll": 1.0})
     batch = features(trained, SAMPLES)
     want = 0.0
     plan = trained.plan(batch, steps_of(trained), 0)
     place = {token: i for i, token in enumerate(REDUCED.tolist() if VARIANTS[variant].reduced else range(VOCAB))}
     with torch.no_grad():
         for k, (step, state) in enumerate(zip(plan.steps, trained.unrolled(batch, plan), strict=True)):
-            law = trained.head_logits(k, state).log_softmax(-1)
+            distribution = trained.head_logits(k, state).log_softmax(-1)
             for i in step.supervised.tolist():
                 token = int(batch.token_N[step.rows[i] + 2 + k])
                 if token in place:
-                    want -= law[i, place[token]].item()
+                    want -= distribution[i, place[token]].item()
         loss, sums = trained.loss(batch)
     assert loss.item() == pytest.approx(want, rel=1e-5)
     assert sums.loss_K.sum().item() == pytest.approx(want, rel=1e-5)
@@ -600,12 +602,12 @@ def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
 
 def test_the_steps_of_mtp_weigh_one_together() -> None:
     """.51, .31 and .18 (FastMTP); with a module for every token, all the modules together, whatever ttt_steps says."""
-    own = MTP.objective_type()
-    assert own.weights(3) == pytest.approx([0.51, 0.306, 0.184], abs=1e-3)
-    assert sum(own.weights(3)) == pytest.approx(1)
-    assert own.weights(1) == own.weights(3)[:1], "while one step is unrolled, it weighs what it will weigh"
+    spec = MTP.objective_type()
+    assert spec.weights(3) == pytest.approx([0.51, 0.306, 0.184], abs=1e-3)
+    assert sum(spec.weights(3)) == pytest.approx(1)
+    assert spec.weights(1) == spec.weights(3)[:1], "while one step is unrolled, it weighs what it will weigh"
     for variant, count in (("mtp-4-qwen3", 4), ("mtp-2", 2), ("mtp", 3)):
-        trained = learner(variant, ttt_steps=3)
+        trained = trainable(variant, ttt_steps=3)
         batch = features(trained, SAMPLES)
         loss, sums = trained.loss(batch)
         weights = trained.objective.weights(steps_of(trained))
@@ -619,17 +621,17 @@ def test_the_steps_of_mtp_weigh_one_together() -> None:
 def test_a_batch_is_the_sum_of_its_samples(variant: str) -> None:
     """Packed or alone, loss, sums and gradients are the same, also where rows are drawn (COD): by a sample's name."""
     more = {"down_sample_ratio": 0.6} if VARIANTS[variant].kind is PEagle else {}
-    trained = learner(variant, **more)
-    whole = gradients(trained, features(trained, SAMPLES), seed=5)
+    trained = trainable(variant, **more)
+    batched = gradients(trained, features(trained, SAMPLES), seed=5)
     alone = [gradients(trained, features(trained, [one]), seed=5) for one in SAMPLES]
-    close(whole[0], sum(one[0] for one in alone), 1e-5, "loss")
-    close(whole[1], sum(one[1] for one in alone), 1e-5, "sums")
-    close(whole[2], {name: sum(one[2][name] for one in alone) for name in whole[2]}, 1e-5)
+    close(batched[0], sum(one[0] for one in alone), 1e-5, "loss")
+    close(batched[1], sum(one[1] for one in alone), 1e-5, "sums")
+    close(batched[2], {name: sum(one[2][name] for one in alone) for name in batched[2]}, 1e-5)
 
 
 @pytest.mark.parametrize("variant", FEW)
-def test_padding_changes_nothing_and_masked_samples_teach_nothing(variant: str) -> None:
-    trained = learner(variant)
+def test_padding_changes_nothing_and_masked_samples_add_nothing(variant: str) -> None:
+    trained = trainable(variant)
     want = gradients(trained, features(trained, SAMPLES))
     padded = [
         replace(one, token_n=np.r_[one.token_n, np.full(n, 258)], mask_n=np.r_[one.mask_n, np.zeros(n, dtype=bool)])
@@ -645,7 +647,7 @@ def test_padding_changes_nothing_and_masked_samples_teach_nothing(variant: str) 
 
 @pytest.mark.parametrize("variant", FEW)
 def test_documents_that_end_before_the_steps_do(variant: str) -> None:
-    trained = learner(variant)
+    trained = trainable(variant)
     short = [sample(f"short {n}", n, [(0, n)]) for n in (3, 5, 4)]
     loss, sums, grads = gradients(trained, features(trained, short))
     assert loss > 0
@@ -659,7 +661,7 @@ def test_documents_that_end_before_the_steps_do(variant: str) -> None:
 def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None:
     """What may change a row of position p at step k, and nothing else does: tokens up to p + 1 + k (P-EAGLE: p + 1; an MLP:
     from p + 1 on) and the target's states up to p (an MLP: of p) of its own document."""
-    trained = learner(variant)
+    trained = trainable(variant)
     kind = VARIANTS[variant].kind
     batch = features(trained, [SAMPLES[0], SAMPLES[1], SAMPLES[0]])
     plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), 3 if kind is PEagle else steps_of(trained))
@@ -711,8 +713,8 @@ def test_depths_keep_their_share_of_rows(ratio: float, least: float) -> None:
             assert np.array_equal(plan.steps[k - 1].rows[step.from_prev], step.rows)
 
 
-def test_the_rows_of_depths_are_drawn_anew_in_every_step_of_a_run() -> None:
-    trained = learner("peagle", down_sample_ratio=0.5)
+def test_the_rows_of_depths_are_sampled_anew_in_every_step_of_a_run() -> None:
+    trained = trainable("peagle", down_sample_ratio=0.5)
     batch = features(trained, SAMPLES)
     rows = [trained.plan(batch, 4, seed).steps[3].rows.tolist() for seed in ("0 1", "0 1", "0 2")]
     assert rows[0] == rows[1] != rows[2]
@@ -721,9 +723,9 @@ def test_the_rows_of_depths_are_drawn_anew_in_every_step_of_a_run() -> None:
 
 def test_mask_hidden_begins_as_what_is_usual() -> None:
     """The mean of the target's states; one that was trained before is left as it is."""
-    own = VARIANTS["peagle"]
+    spec = VARIANTS["peagle"]
     trained = drafter("peagle")
-    taps = statistics(own.target, trained.hidden_layers)
+    taps = statistics(spec.target, trained.hidden_layers)
     trained.for_training(Depths(), Init(), taps, warm_start=True)
     close(trained.mask_hidden, grown("peagle").tensors["mask_hidden"], 1e-6)
     trained.for_training(Depths(), Init(), taps)
@@ -745,31 +747,33 @@ def fitted(out_dir: Path, trained: Any, **more: Any) -> Any:
 def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> None:
     """20 steps are 10 and 10: loss, learning rate, weights, moments. The target is bit for bit what it was, and what was saved
     drafts as what was trained."""
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     how = {"max_steps": 20, "warmup_ratio": 0.2}
-    more = {"down_sample_ratio": 0.6} if own.kind is PEagle else {}
-    target = loaded(own.target)
+    more = {"down_sample_ratio": 0.6} if spec.kind is PEagle else {}
+    target = loaded(spec.target)
     before = {name: x.clone() for name, x in target.model.state_dict().items()} | {"head": target.head_rows()[0].clone()}
-    straight = fitted(tmp_path / "straight", learner(variant, **more), **how)
-    trained = learner(variant, **more)
+    straight = fitted(tmp_path / "straight", trainable(variant, **more), **how)
+    trained = trainable(variant, **more)
     first = fitted(tmp_path / "parts", trained, more={"advance": stop_at(10, signal.SIGTERM)}, **how)
     assert (first.result["interrupted"], first.result["step"]) == (True, 10)
-    trained = learner(variant, **more)
+    trained = trainable(variant, **more)
     second = fitted(tmp_path / "parts", trained, more={"resume": True}, **how)
     same(second.weights, straight.weights, 1e-7)
     same(state_of(tmp_path / "parts" / "last"), state_of(tmp_path / "straight" / "last"), 1e-7)
     same_rows(first.rows + second.rows, straight.rows)
-    begun = learner(variant).state_dict()
-    assert not any(torch.equal(begun[name], x) for name, x in straight.weights.items() if name not in ("d2t", "feature_scale"))
+    initial = trainable(variant).state_dict()
+    assert not any(
+        torch.equal(initial[name], x) for name, x in straight.weights.items() if name not in ("d2t", "feature_scale")
+    )
     after = target.model.state_dict() | {"head": target.head_rows()[0]}
     assert all(torch.equal(x, after[name]) for name, x in before.items())
 
     drafted = []
     for model in (trained.to_checkpoint(), str(tmp_path / "parts" / "last")):
-        proposer = own.kind(target, model, own.num_draft)
-        asked = watched(proposer)
+        proposer = spec.kind(target, model, spec.num_draft)
+        proposals = watched(proposer)
         decode(target, proposer, prompts(20, 7), 8)
-        drafted.append([one.drafted for one in asked])
+        drafted.append([one.drafted for one in proposals])
     assert drafted[0] == drafted[1]
 
 
@@ -777,10 +781,10 @@ def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> No
 def test_micro_batches_do_not_matter(variant: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_steps": 2, "global_batch_size": 8, "lr": 1e-4}
     more = {"down_sample_ratio": 0.6} if VARIANTS[variant].kind is PEagle else {}
-    whole = fitted(tmp_path / "8", learner(variant, **more), micro_batch_size=8, **how)
-    parts = fitted(tmp_path / "3", learner(variant, **more), micro_batch_size=3, **how)
-    same(parts.weights, whole.weights)
-    same_rows(parts.rows, whole.rows)
+    at_once = fitted(tmp_path / "8", trainable(variant, **more), micro_batch_size=8, **how)
+    parts = fitted(tmp_path / "3", trainable(variant, **more), micro_batch_size=3, **how)
+    same(parts.weights, at_once.weights)
+    same_rows(parts.rows, at_once.rows)
 
 
 WORKER = """
@@ -805,13 +809,13 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         "peagle": ["eagle", "method=peagle", "train.drafter.draft_vocab_size=100", "train.drafter.num_hidden_layers=2"],
     }
     (tmp_path / "worker.py").write_text(WORKER)
-    asked = [
+    proposals = [
         [str(TRAIN / f"{script}.py"), *more, *common, f"out_dir={tmp_path / name}-2", *sharding]
         for (name, (script, *more)), sharding in zip(jobs.items(), ([], [], ["train.sharding=fsdp"]), strict=True)
     ]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
-        json.dumps(asked),
+        json.dumps(proposals),
     ]  # fmt: skip
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     done = ended(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"}, **pipes))
@@ -830,7 +834,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ships(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("ships")
-    return lambda name: made_once(name, root)
+    return lambda name: random_target(name, root)
 
 
 @cache
@@ -865,15 +869,15 @@ def test_a_target_drafts_with_the_modules_that_it_ships(name: str, ships: Callab
     qwen = name.startswith("qwen")
     num_draft = count if count > 1 else 3
     proposer, _ = SpeculativeConfig(method="mtp", num_speculative_tokens=num_draft).resolve().build(target)
-    asked = watched(proposer)
+    proposals = watched(proposer)
     output = decode(target, proposer, prompts(*lengths))
     assert output == decode(target, method.build("none", target), prompts(*lengths))
-    assert {len(one.drafted) for one in asked} == set(range(1, num_draft + 1))
-    theirs = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    for prompt, said in zip(prompts(*lengths), output, strict=True):
+    assert {len(one.drafted) for one in proposals} == set(range(1, num_draft + 1))
+    reference = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    for prompt, answer in zip(prompts(*lengths), output, strict=True):
         ids = torch.tensor([prompt])
         how = {"do_sample": False, "max_new_tokens": 14, "min_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
-        assert theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist() == said
+        assert reference.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :].tolist() == answer
 
     tensors = tensors_of(directory)
     modules = []
@@ -904,10 +908,10 @@ def merged(checkpoint: Checkpoint, directory: Path, target: CausalLM) -> dict[st
     """All tensors of the directory that is written."""
     directory.mkdir()
     shipped.write(checkpoint, directory, Export("vllm", target))
-    found = tensors_of(directory)
+    tensors = tensors_of(directory)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == found.keys()
-    return found
+    assert index["weight_map"].keys() == tensors.keys()
+    return tensors
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -942,11 +946,11 @@ def test_tuned_modules_go_back_into_their_target(name: str, ships: Callable[[str
     assert again.tensors.keys() == saved.tensors.keys()
     assert all(torch.equal(again.tensors[key], tensor) for key, tensor in saved.tensors.items())
     assert hub.load_config(tmp_path / "tuned").num_nextn_predict_layers == count
-    model, told = hub.load_model(tmp_path / "tuned", dtype=torch.float32, output_loading_info=True)
-    assert not told["missing_keys"]
+    model, loading_info = hub.load_model(tmp_path / "tuned", dtype=torch.float32, output_loading_info=True)
+    assert not loading_info["missing_keys"]
     ids = torch.tensor(prompts(12))
-    theirs = hub.load_model(directory, dtype=torch.float32)
-    assert torch.equal(model(ids).logits, theirs(ids).logits)
+    original = hub.load_model(directory, dtype=torch.float32)
+    assert torch.equal(model(ids).logits, original(ids).logits)
     other = CausalLM(tmp_path / "tuned", "float32", "cpu")
     assert merged(saved, tmp_path / "twice", other).keys() == tuned.keys()
     proposer = method.build("mtp", other, num_speculative_tokens=1)
@@ -980,19 +984,19 @@ def test_a_parallel_drafter_knows_how_deep_it_was_trained() -> None:
     with pytest.raises(ValueError, match=r"num_speculative_tokens=3.*num_depths=2; lower it"):
         drafter.for_training(Depths(num_depths=2), Init())
     drafter.for_training(Depths(num_depths=4), Init())
-    made = drafter.to_checkpoint()
-    assert made.config["num_depths"] == 4
-    PEagle(target, made, 4)
+    checkpoint = drafter.to_checkpoint()
+    assert checkpoint.config["num_depths"] == 4
+    PEagle(target, checkpoint, 4)
     with pytest.raises(ValueError, match="num_speculative_tokens=5 is over the 4 that"):
-        PEagle(target, made, 5)
+        PEagle(target, checkpoint, 5)
 
 
 def test_a_config_that_was_altered_is_one_line() -> None:
     target = loaded("tiny-llama")
-    made = MLP.init_checkpoint(target, {}, Init())
+    checkpoint = MLP.init_checkpoint(target, {}, Init())
     for change, words in (({"draft_vocab_size": None}, "draft_vocab_size=None"), ({"inner_dim": 10**12}, "cannot be built")):
         with pytest.raises(ValueError, match=words) as caught:
-            MLP(target, replace(made, config=made.config | change), 3)
+            MLP(target, replace(checkpoint, config=checkpoint.config | change), 3)
         assert "\n" not in str(caught.value)
 
 
@@ -1012,10 +1016,10 @@ def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:
 
 def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tmp_path: Path) -> None:
     """Dropped by transformers, one of two missing, one key renamed, an embedding that was trained."""
-    whole = ships("deepseek-moe")
+    complete = ships("deepseek-moe")
     two = ships("deepseek-2-moe")
     qwen = ships("qwen3-next-moe")
-    model = hub.load_model(whole, dtype=torch.float32)
+    model = hub.load_model(complete, dtype=torch.float32)
     model.save_pretrained(tmp_path / "dropped")
     target = CausalLM(tmp_path / "dropped", "float32", "cpu")
     refused(lambda: method.build("mtp", target, num_speculative_tokens=1), "dropped", "speaks of 1", "they were dropped")
@@ -1023,22 +1027,34 @@ def test_modules_that_are_not_whole_are_refused(ships: Callable[[str], Path], tm
     key = "model.layers.3.self_attn.o_proj.weight"
     expert = "model.layers.3.mlp.experts.2.up_proj.weight"
     cases: dict[str, tuple[Path, Callable[[dict[str, Tensor]], Any], tuple[str, ...]]] = {
-        "renamed": (whole, lambda x: renamed(x, key, key.replace("o_proj", "out_proj")), ("self_attn.out_proj.weight",)),
-        "lacks": (whole, lambda x: x.pop(key), ("lack", "self_attn.o_proj.weight")),
+        "renamed": (complete, lambda x: renamed(x, key, key.replace("o_proj", "out_proj")), ("self_attn.out_proj.weight",)),
+        "lacks": (complete, lambda x: x.pop(key), ("lack", "self_attn.o_proj.weight")),
         "renamed-norm": (qwen, lambda x: renamed(x, "mtp.norm.weight", "mtp.norms.weight"), ("norms.weight",)),
-        "expert": (whole, lambda x: x.pop(expert), ("lack", "experts.2.up_proj.weight")),
-        "experts": (whole, lambda x: renamed(x, expert, expert.replace("2.up", "7.up")), ("lack", "experts.2.up_proj.weight")),
+        "expert": (complete, lambda x: x.pop(expert), ("lack", "experts.2.up_proj.weight")),
+        "experts": (
+            complete,
+            lambda x: renamed(x, expert, expert.replace("2.up", "7.up")),
+            ("lack", "experts.2.up_proj.weight"),
+        ),
         "one": (two, lambda x: renamed(x, "model.layers.4.enorm.weight", "model.layers.4.norm_e.weight"), ("2", "1 can be")),
-        "embedding": (whole, lambda x: x["model.layers.3.embed_tokens.weight"].add_(0.1), ("embed_tokens", "not the target's")),
-        "shape": (whole, lambda x: x.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 32)}), ("eh_proj", "[32, 32]")),
+        "embedding": (
+            complete,
+            lambda x: x["model.layers.3.embed_tokens.weight"].add_(0.1),
+            ("embed_tokens", "not the target's"),
+        ),
+        "shape": (
+            complete,
+            lambda x: x.update({"model.layers.3.eh_proj.weight": torch.zeros(32, 32)}),
+            ("eh_proj", "[32, 32]"),
+        ),
     }
     for name, (source, change, words) in cases.items():
         directory = changed(source, tmp_path / name, change)
         refused(lambda source=source, directory=directory: MTP(target_at(source), str(directory), 1), str(directory), *words)
-    cut = (whole / "model.safetensors").read_bytes()[:-100]
-    directory = changed(whole, tmp_path / "cut", lambda x: None)
+    cut = (complete / "model.safetensors").read_bytes()[:-100]
+    directory = changed(complete, tmp_path / "cut", lambda x: None)
     (directory / "model.safetensors").write_bytes(cut)
-    refused(lambda: MTP(target_at(whole), str(directory), 1), str(directory), "cannot be read")
+    refused(lambda: MTP(target_at(complete), str(directory), 1), str(directory), "cannot be read")
 
 
 def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path], tmp_path: Path) -> None:
@@ -1047,12 +1063,12 @@ def test_an_output_layer_of_its_own_is_kept_and_used(ships: Callable[[str], Path
     key = "model.layers.3.shared_head.head.weight"
     directory = changed(source, tmp_path / "own", lambda x: x[key].add_(torch.randn(320, 32) * 0.3))
     target = target_at(directory)
-    own = load_file(directory / "model.safetensors")[key]
+    spec = load_file(directory / "model.safetensors")[key]
     proposer = MTP(target, None, 3)
     assert proposer.config["own_lm_head"]
     state = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        close(proposer.draft_logits(state), state @ own.t(), 1e-5)
+        close(proposer.draft_logits(state), state @ spec.t(), 1e-5)
     refused(lambda: merged(proposer.to_checkpoint(), tmp_path / "again", target), "output layer of its own", "engines replace")
     assert not MTP(target_at(source), None, 3).config["own_lm_head"]
     both = changed(ships("deepseek-2-moe"), tmp_path / "both", lambda x: x[key].add_(0.1))
@@ -1087,27 +1103,27 @@ def test_drafters_that_cannot_be_are_one_line() -> None:
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp-2"])
 def test_checkpoints_that_do_not_fit_are_one_line(variant: str, tmp_path: Path) -> None:
-    own = VARIANTS[variant]
-    made = grown(variant)
+    spec = VARIANTS[variant]
+    checkpoint = grown(variant)
     target = loaded()
-    if own.kind is not PEagle:
-        more = {MLP: "n_predict=3", MTP: "each of 2 tokens"}[own.kind]
-        refused(lambda: drafter(variant, own.num_draft + 1), f"num_speculative_tokens={own.num_draft + 1}", more)
-    refused(lambda: own.kind(loaded("tiny-gemma2"), made, 1), "tiny (", "tiny-gemma2", "gemma2")
-    other = {MLP: PEagle, PEagle: MTP, MTP: MLP}[own.kind]
-    refused(lambda: other(target, made, 1), f"method {own.kind.name!r}", f"not {other.name!r}")
-    native.save(tmp_path, made, {}, "")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    refused(lambda: own.kind(target, str(tmp_path), 1), str(tmp_path), "model.safetensors cannot be read")
-    tensors = dict(made.tensors)
+    if spec.kind is not PEagle:
+        more = {MLP: "n_predict=3", MTP: "each of 2 tokens"}[spec.kind]
+        refused(lambda: drafter(variant, spec.num_draft + 1), f"num_speculative_tokens={spec.num_draft + 1}", more)
+    refused(lambda: spec.kind(loaded("tiny-gemma2"), checkpoint, 1), "tiny (", "tiny-gemma2", "gemma2")
+    other = {MLP: PEagle, PEagle: MTP, MTP: MLP}[spec.kind]
+    refused(lambda: other(target, checkpoint, 1), f"method {spec.kind.name!r}", f"not {other.name!r}")
+    native.save(tmp_path, checkpoint, {}, "")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-100])
+    refused(lambda: spec.kind(target, str(tmp_path), 1), str(tmp_path), "model.safetensors cannot be read")
+    tensors = dict(checkpoint.tensors)
     key = sorted(tensors)[0]
     tensors[f"{key}s"] = tensors.pop(key)
-    refused(lambda: own.kind(target, replace(made, tensors=tensors), 1), f"{key}s", f"did you mean {key!r}")
-    if own.kind is not MTP:
-        refused(lambda: own.kind(target, None, 1), "needs model")
+    refused(lambda: spec.kind(target, replace(checkpoint, tensors=tensors), 1), f"{key}s", f"did you mean {key!r}")
+    if spec.kind is not MTP:
+        refused(lambda: spec.kind(target, None, 1), "needs model")
     else:
-        refused(lambda: own.kind(target, None, 1), "it ships none", "train/mtp.py")
+        refused(lambda: spec.kind(target, None, 1), "it ships none", "train/mtp.py")
 
 
 @pytest.mark.parametrize(
@@ -1121,6 +1137,6 @@ def test_checkpoints_that_do_not_fit_are_one_line(variant: str, tmp_path: Path) 
     ],
 )
 def test_configs_that_were_altered_are_one_line(variant: str, key: str, value: Any, words: tuple[str, ...]) -> None:
-    made = copy.deepcopy(grown(variant))
-    made.config[key] = value
-    refused(lambda: VARIANTS[variant].kind(loaded(), made, 1), *words)
+    checkpoint = copy.deepcopy(grown(variant))
+    checkpoint.config[key] = value
+    refused(lambda: VARIANTS[variant].kind(loaded(), checkpoint, 1), *words)

@@ -71,20 +71,20 @@ FEW = ["eagle", "eagle3-reduced", "eagle3-gemma2"]
 @cache
 def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
-    own = VARIANTS[variant]
-    fresh = own.kind.init_checkpoint(loaded(own.target), own.architecture, own.init, own.vocab_ids)
+    spec = VARIANTS[variant]
+    fresh = spec.kind.init_checkpoint(loaded(spec.target), spec.architecture, spec.init, spec.vocab_ids)
     noise = torch.Generator().manual_seed(4)
     assert fresh.tensors is not None
     for name, tensor in sorted(fresh.tensors.items()):
-        if tensor.is_floating_point() and not (name == "lm_head.weight" and not own.init.train_lm_head):
+        if tensor.is_floating_point() and not (name == "lm_head.weight" and not spec.init.train_lm_head):
             tensor += 0.15 * torch.randn(tensor.shape, generator=noise)
     return fresh
 
 
 def drafter(variant: str, num_draft: int = 4, **more: Any) -> Any:
     """One for drafting."""
-    own = VARIANTS[variant]
-    return own.kind(loaded(own.target), copy.deepcopy(grown(variant)), num_draft, **more)
+    spec = VARIANTS[variant]
+    return spec.kind(loaded(spec.target), copy.deepcopy(grown(variant)), num_draft, **more)
 
 
 def features(trained: AutoregressiveDrafter, samples: list[Sample]) -> Batch:
@@ -96,12 +96,12 @@ def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
     return OnlineFeatures(loaded(target), layers)(SAMPLES).hidden(layers)
 
 
-def learner(variant: str, num_steps: int = 3, **objective: Any) -> Any:
+def trainable(variant: str, num_steps: int = 3, **objective: Any) -> Any:
     """One for training, which scales features where its variant does."""
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     trained = drafter(variant, 1)
-    given = objective if own.kind is Eagle else {"ttt_steps": num_steps, "loss": {"ce": 0.5, "tv": 0.5}} | objective
-    trained.for_training(own.kind.objective_type(**given), own.init, statistics(own.target, trained.hidden_layers))
+    settings = objective if spec.kind is Eagle else {"ttt_steps": num_steps, "loss": {"ce": 0.5, "tv": 0.5}} | objective
+    trained.for_training(spec.kind.objective_type(**settings), spec.init, statistics(spec.target, trained.hidden_layers))
     return trained
 
 
@@ -109,7 +109,7 @@ def learner(variant: str, num_steps: int = 3, **objective: Any) -> Any:
 
 
 @dataclass
-class Asked:
+class Proposed:
     """One row of one call of `propose`: the committed tokens, what was drafted, and the states and logits of every step."""
 
     tokens: list[int]
@@ -118,9 +118,9 @@ class Asked:
     logits: list[Tensor]
 
 
-def watched(proposer: AutoregressiveDrafter) -> list[Asked]:
+def watched(proposer: AutoregressiveDrafter) -> list[Proposed]:
     """Make a drafter write down what happens while it proposes."""
-    asked: list[Asked] = []
+    proposals: list[Proposed] = []
     steps: list[tuple[Tensor, Tensor]] = []
     logits_of = proposer.draft_logits
     propose = proposer.propose
@@ -134,14 +134,19 @@ def watched(proposer: AutoregressiveDrafter) -> list[Asked]:
         steps.clear()
         draft = propose(context)
         for b, length in enumerate(draft.length_B.tolist()):
-            own = [(states[b], logits[b]) for states, logits in steps[:length]]
-            asked.append(
-                Asked(context.tokens(b).tolist(), draft.token_BK[b, :length].tolist(), [s for s, _ in own], [x for _, x in own])
+            row_steps = [(states[b], logits[b]) for states, logits in steps[:length]]
+            proposals.append(
+                Proposed(
+                    context.tokens(b).tolist(),
+                    draft.token_BK[b, :length].tolist(),
+                    [s for s, _ in row_steps],
+                    [x for _, x in row_steps],
+                )
             )
         return draft
 
     proposer.draft_logits, proposer.propose = draft_logits, watching  # type: ignore[method-assign]
-    return asked
+    return proposals
 
 
 @pytest.mark.parametrize("restless", [False, True])
@@ -151,24 +156,24 @@ def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatc
     before the last committed token is at step k where draft k is made. States that no row may read are noise. Restless: rows
     sit steps out, some for so long that the drafter has to take in their states."""
     monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
-    trained = learner(variant, 4)
-    own = VARIANTS[variant]
-    proposer = own.kind(loaded(own.target), trained.to_checkpoint(), 4)
-    asked = watched(proposer)
+    trained = trainable(variant, 4)
+    spec = VARIANTS[variant]
+    proposer = spec.kind(loaded(spec.target), trained.to_checkpoint(), 4)
+    proposals = watched(proposer)
     lengths = (3, 130, 20, 2, 9)
     policy = Restless(4) if restless else None
-    assert decode(loaded(own.target), proposer, prompts(*lengths), policy=policy) == plain(own.target, lengths)
-    asked = [one for one in asked if one.drafted]
-    assert len(asked) > (20 if restless else 40)
-    assert {len(one.drafted) for one in asked} == {1, 2, 3, 4}
+    assert decode(loaded(spec.target), proposer, prompts(*lengths), policy=policy) == plain(spec.target, lengths)
+    proposals = [one for one in proposals if one.drafted]
+    assert len(proposals) > (20 if restless else 40)
+    assert {len(one.drafted) for one in proposals} == {1, 2, 3, 4}
 
     documents = []
-    for i, one in enumerate(asked):
+    for i, one in enumerate(proposals):
         tokens = np.array([*one.tokens, *one.drafted])
         documents.append(Sample(str(i), tokens, np.arange(len(tokens)) >= len(one.tokens)))
     batch = features(trained, documents)
     first_B = np.cumsum(batch.length_B) - batch.length_B
-    row_B = first_B + np.array([len(one.tokens) - 2 for one in asked])
+    row_B = first_B + np.array([len(one.tokens) - 2 for one in proposals])
     for first, row, length in zip(first_B, row_B, batch.length_B, strict=True):
         batch.hidden_NTD[row + 1 : first + length] = 9.0
     with torch.no_grad():
@@ -177,7 +182,7 @@ def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatc
         states = trained.eval().unrolled(batch, steps)
         compared = 0
         for k, (step, state_AD) in enumerate(zip(steps.steps, states, strict=True)):
-            here = [(row, one) for row, one in zip(row_B.tolist(), asked, strict=True) if len(one.drafted) > k]
+            here = [(row, one) for row, one in zip(row_B.tolist(), proposals, strict=True) if len(one.drafted) > k]
             place = torch.from_numpy(np.searchsorted(step.rows, [row for row, _ in here]))
             assert step.rows[place.numpy()].tolist() == [row for row, _ in here]
             close(state_AD[place], torch.stack([one.states[k] for _, one in here]), 1e-4, f"states of step {k}")
@@ -196,9 +201,9 @@ def test_drafts_go_on_from_a_long_prompt() -> None:
     lengths = (PREFILL_CHUNK + 1, PREFILL_CHUNK + 2, 2 * PREFILL_CHUNK + 40)
     for length in lengths:
         proposer = drafter("eagle3-reduced")
-        asked = watched(proposer)
+        proposals = watched(proposer)
         assert decode(target, proposer, prompts(length), 6) == plain("tiny", (length,), 6)
-        one = asked[0]
+        one = proposals[0]
         trained = drafter("eagle3-reduced")
         document = Sample("", np.array([*one.tokens, *one.drafted]), np.arange(length + 1 + len(one.drafted)) > length)
         batch = features(trained, [document])
@@ -214,7 +219,7 @@ def test_drafts_go_on_from_a_long_prompt() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_is_its_formula(variant: str) -> None:
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     words = InWords(grown(variant))
     trained = drafter(variant)
     batch = features(trained, [SAMPLES[0]])
@@ -222,7 +227,7 @@ def test_a_step_is_its_formula(variant: str) -> None:
     count = len(batch.token_N) - 1
     embedding = trained.target.embedding(batch.token_N[1:])
     with torch.no_grad():
-        if own.kind is Eagle3:
+        if spec.kind is Eagle3:
             want = words.eagle3(embedding, hidden_NTD)
         else:
             want = words.eagle(embedding, trained.target.final_norm(hidden_NTD[:, -1]))
@@ -240,7 +245,7 @@ def test_a_step_is_its_formula(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_loss_is_the_readable_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value, sums and the gradient of every parameter."""
-    trained = learner(variant)
+    trained = trainable(variant)
     batch = features(trained, SAMPLES)
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     ours = gradients(trained, batch)
@@ -251,16 +256,16 @@ def test_the_loss_is_the_readable_one(variant: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_trainable_parameter_learns(variant: str) -> None:
-    trained = learner(variant)
-    own = VARIANTS[variant]
+    trained = trainable(variant)
+    spec = VARIANTS[variant]
     _, sums, grads = gradients(trained, features(trained, SAMPLES))
     assert all(grad.abs().sum() > 0 for grad in grads.values()), [name for name, g in grads.items() if not g.abs().sum()]
     assert all(parameter.dtype == torch.float32 for parameter in trained.parameters())
     frozen = {name for name, parameter in trained.named_parameters() if not parameter.requires_grad}
-    own_head = trained.lm_head is not None
-    assert own_head == (own.init.train_lm_head or own.reduced)
-    assert frozen == ({"lm_head.weight"} if own_head and not own.init.train_lm_head else set())
-    steps = 1 if own.kind is Eagle else 3
+    has_head = trained.lm_head is not None
+    assert has_head == (spec.init.train_lm_head or spec.reduced)
+    assert frozen == ({"lm_head.weight"} if has_head and not spec.init.train_lm_head else set())
+    steps = 1 if spec.kind is Eagle else 3
     assert sums.shape == (steps, 7)
     supervised = [sum(int(s.mask_n[2 + k :].sum()) for s in SAMPLES) for k in range(steps)]
     assert sums[:, ROWS].tolist() == supervised
@@ -268,20 +273,20 @@ def test_every_trainable_parameter_learns(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", FEW)
 def test_a_batch_is_the_sum_of_its_samples(variant: str) -> None:
-    trained = learner(variant)
-    whole = gradients(trained, features(trained, SAMPLES), seed=5)
+    trained = trainable(variant)
+    batched = gradients(trained, features(trained, SAMPLES), seed=5)
     alone = [gradients(trained, features(trained, [one]), seed=5) for one in SAMPLES]
     loss = sum(one[0] for one in alone)
     sums = sum(one[1] for one in alone)
-    close(whole[0], loss, 1e-5, "loss")
-    close(whole[1], sums, 1e-5, "sums")
-    close(whole[2], {name: sum(one[2][name] for one in alone) for name in whole[2]}, 1e-5)
+    close(batched[0], loss, 1e-5, "loss")
+    close(batched[1], sums, 1e-5, "sums")
+    close(batched[2], {name: sum(one[2][name] for one in alone) for name in batched[2]}, 1e-5)
 
 
 @pytest.mark.parametrize("variant", FEW)
 def test_samples_weigh_what_they_are_told(variant: str) -> None:
     """In the loss, the metric and the gradient; counts of hits and rows stay counts."""
-    trained = learner(variant)
+    trained = trainable(variant)
     weight_B = np.array([2.0, 0.25, 3.0, 0.0])
     batch = features(trained, SAMPLES)
     batch.weight_B = weight_B
@@ -297,7 +302,7 @@ def test_samples_weigh_what_they_are_told(variant: str) -> None:
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-gemma2", "eagle"])
 def test_padding_changes_nothing(variant: str) -> None:
     """Tokens that teach nothing, after a sample."""
-    trained = learner(variant, **({"feature_noise": 0.0} if VARIANTS[variant].kind is Eagle else {}))
+    trained = trainable(variant, **({"feature_noise": 0.0} if VARIANTS[variant].kind is Eagle else {}))
     want = gradients(trained, features(trained, SAMPLES))
     padded = [
         replace(one, token_n=np.r_[one.token_n, np.full(n, 258)], mask_n=np.r_[one.mask_n, np.zeros(n, dtype=bool)])
@@ -308,7 +313,7 @@ def test_padding_changes_nothing(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", FEW)
 def test_a_batch_without_supervision_teaches_nothing(variant: str) -> None:
-    trained = learner(variant)
+    trained = trainable(variant)
     for samples in ([SAMPLES[2]], [sample("short", 2, [(0, 2)]), sample("one", 1, [(0, 1)])]):
         loss, sums, grads = gradients(trained, features(trained, samples))
         assert loss == 0
@@ -319,20 +324,20 @@ def test_a_batch_without_supervision_teaches_nothing(variant: str) -> None:
 @pytest.mark.parametrize("variant", FEW)
 def test_documents_that_end_before_the_steps_do(variant: str) -> None:
     """Three to five tokens: the last of seven steps have no rows, and count nothing."""
-    trained = learner(variant, 7)
+    trained = trainable(variant, 7)
     short = [sample(f"short {n}", n, [(0, n)]) for n in (3, 5, 4)]
     loss, sums, grads = gradients(trained, features(trained, short))
     assert loss > 0
     assert all(torch.isfinite(grad).all() for grad in grads.values())
     assert sums[:, ROWS].tolist() == [6, 3, 1, 0, 0, 0, 0][: len(sums)]
-    again = gradients(learner(variant, 3), features(trained, short))
+    again = gradients(trainable(variant, 3), features(trained, short))
     close([loss, sums[:3], grads], again, 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["eagle", "eagle3-reduced", "eagle3-fc-norm", "eagle3-qwen3"])
 def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None:
     """The row of position p has seen, at step k, tokens up to p + 1 + k and the target's states up to p of its document."""
-    trained = learner(variant).eval()
+    trained = trainable(variant).eval()
     batch = features(trained, [SAMPLES[0], SAMPLES[1], SAMPLES[0]])
     plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), 3)
 
@@ -361,18 +366,18 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
 
 
 def test_warmup_unrolls_one_step() -> None:
-    trained = learner("eagle3-reduced", 5, ttt_warmup=0.25)
+    trained = trainable("eagle3-reduced", 5, ttt_warmup=0.25)
     batch = features(trained, SAMPLES)
-    whole = trained.loss(batch, progress=0.25)[1].table()
+    unrolled = trained.loss(batch, progress=0.25)[1].table()
     one = trained.loss(batch, progress=0.2)[1].table()
-    assert (len(whole), len(one)) == (5, 1)
-    close(one[0], whole[0])
+    assert (len(unrolled), len(one)) == (5, 1)
+    close(one[0], unrolled[0])
 
 
-def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
+def test_rows_outside_the_draft_vocabulary_add_nothing() -> None:
     """They count as rows, and what they would add to the loss goes."""
-    masked = learner("eagle3-reduced")
-    open_ = learner("eagle3-reduced", mask_outside_vocab=False)
+    masked = trainable("eagle3-reduced")
+    open_ = trainable("eagle3-reduced", mask_outside_vocab=False)
     batch = features(masked, SAMPLES)
     plan = unroll.plan(batch.length_B, batch.mask_N, 3)
     outside = ~torch.isin(batch.argmax_N[torch.from_numpy(plan.labelled)], torch.from_numpy(REDUCED))
@@ -386,9 +391,9 @@ def test_rows_outside_the_draft_vocabulary_teach_nothing() -> None:
 
 
 def test_the_teacher_is_the_target() -> None:
-    """Its law at a labelled position is that of the model's own logits, for targets that cap them too."""
+    """Its distribution at a labelled position is that of the model's own logits, for targets that cap them too."""
     for variant in ("eagle3-reduced", "eagle3-gemma2", "eagle3-qwen3"):
-        trained = learner(variant)
+        trained = trainable(variant)
         batch = features(trained, SAMPLES[:1])
         plan = unroll.plan(batch.length_B, batch.mask_N, 3)
         teacher = trained.teacher(batch, plan)
@@ -397,8 +402,8 @@ def test_the_teacher_is_the_target() -> None:
         out = trained.target.forward(store, batch.token_N, np.array([0]), np.array([40]))
         logits_QV = out.logits[torch.from_numpy(plan.labelled)]
         ids = trained.vocab_ids
-        whole = logits_QV if ids is None else logits_QV[:, ids]
-        close(trained.target.scale_logits(teacher.state_QD @ teacher.weight_VD.t()), whole, 1e-4, variant)
+        target_logits = logits_QV if ids is None else logits_QV[:, ids]
+        close(trained.target.scale_logits(teacher.state_QD @ teacher.weight_VD.t()), target_logits, 1e-4, variant)
         close(teacher.logsumexp_Q, logits_QV.logsumexp(-1), 1e-4, variant)
         best = logits_QV.argmax(-1).tolist()
         index = {token: i for i, token in enumerate(range(VOCAB) if ids is None else ids.tolist())}
@@ -407,7 +412,7 @@ def test_the_teacher_is_the_target() -> None:
 
 def test_chains_are_counted() -> None:
     """JOINT, REACHED and CHAINS by brute force: hits in a row from the first step on."""
-    trained = learner("eagle3-reduced")
+    trained = trainable("eagle3-reduced")
     lengths = np.array([12, 7])
     mask_N = np.random.default_rng(1).random(19) < 0.7
     plan = unroll.plan(lengths, mask_N, 3)
@@ -415,17 +420,17 @@ def test_chains_are_counted() -> None:
     hits = [rng.random(len(step.supervised)) < 0.7 for step in plan.steps]
     by_row = [dict(zip(s.rows[s.supervised].tolist(), h.tolist(), strict=True)) for s, h in zip(plan.steps, hits, strict=True)]
     for k, counted in enumerate(torch.stack(trained._chain_sums([torch.from_numpy(h) for h in hits], plan), 1).tolist()):
-        whole = [row for row in by_row[k] if all(row in step for step in by_row[:k])]
-        reached = [row for row in whole if all(step[row] for step in by_row[:k])]
-        assert counted == [sum(by_row[k][row] for row in reached), len(reached), len(whole)], k
+        complete = [row for row in by_row[k] if all(row in step for step in by_row[:k])]
+        reached = [row for row in complete if all(step[row] for step in by_row[:k])]
+        assert counted == [sum(by_row[k][row] for row in reached), len(reached), len(complete)], k
 
 
 def test_a_step_of_training_leaves_the_target_alone() -> None:
     """Bit for bit, and nothing of the target is among the parameters or what is saved."""
     for variant in ("eagle-frozen-head", "eagle3-target-head", "eagle3-reduced"):
-        trained = learner(variant)
-        own = {id(p) for p in trained.parameters()}
-        assert not own & {id(p) for p in trained.target.model.parameters()}
+        trained = trainable(variant)
+        spec = {id(p) for p in trained.parameters()}
+        assert not spec & {id(p) for p in trained.target.model.parameters()}
         head = trained.target.head_rows()[0]
         before = {name: x.clone() for name, x in trained.target.model.state_dict().items()} | {"head": head.clone()}
         optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=0.1)
@@ -442,27 +447,27 @@ def test_a_step_of_training_leaves_the_target_alone() -> None:
 
 
 def test_noise_is_the_samples_own() -> None:
-    trained = learner("eagle")
+    trained = trainable("eagle")
     together = features(trained, SAMPLES)
     fused = trained.fuse(together.hidden(trained.hidden_layers))
     noise = trained.add_feature_noise(fused, together, 7) - fused
     parts = noise.split(together.length_B.tolist())
     for one, part in zip(SAMPLES, parts, strict=True):
         alone = features(trained, [one])
-        own = trained.fuse(alone.hidden(trained.hidden_layers))
-        torch.testing.assert_close(trained.add_feature_noise(own, alone, 7) - own, part, rtol=0, atol=1e-5)
+        spec = trained.fuse(alone.hidden(trained.hidden_layers))
+        torch.testing.assert_close(trained.add_feature_noise(spec, alone, 7) - spec, part, rtol=0, atol=1e-5)
         width = 0.2 * 512 / len(one.token_n)
         assert 0.4 * width < part.abs().max() <= 0.5 * width + 1e-5
     assert not torch.equal(parts[0][:9], parts[2]), "samples differ"
     assert not torch.equal(trained.add_feature_noise(fused, together, 8) - fused, noise)
     assert torch.equal(trained.add_feature_noise(fused, together, 7) - fused, noise)
     assert torch.equal(trained.eval().add_feature_noise(fused, together, 7), fused)
-    silent = learner("eagle", feature_noise=0.0)
-    assert torch.equal(silent.add_feature_noise(fused, together, 7), fused)
+    without_noise = trainable("eagle", feature_noise=0.0)
+    assert torch.equal(without_noise.add_feature_noise(fused, together, 7), fused)
 
 
 def test_noise_reaches_the_loss() -> None:
-    trained = learner("eagle")
+    trained = trainable("eagle")
     batch = features(trained, SAMPLES)
     losses_of = [trained.loss(batch, seed=seed)[0].item() for seed in (1, 1, 2)]
     assert losses_of[0] == losses_of[1] != losses_of[2]
@@ -472,14 +477,14 @@ def test_noise_reaches_the_loss() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**53 - 1])
 def test_noise_takes_every_seed_that_a_run_may_have(seed: int) -> None:
-    trained = learner("eagle")
+    trained = trainable("eagle")
     batch = features(trained, SAMPLES[:1])
     assert torch.isfinite(trained.loss(batch, seed=seed)[0])
 
 
 def test_regression_is_smooth_l1_on_the_targets_state() -> None:
     """In words: the mean over the width, summed over rows, beside the soft cross-entropy."""
-    trained = learner("eagle", smooth_l1=0.7, loss={"ce": 0.1}, feature_noise=0.0)
+    trained = trainable("eagle", smooth_l1=0.7, loss={"ce": 0.1}, feature_noise=0.0)
     batch = features(trained, SAMPLES)
     plan = unroll.plan(batch.length_B, batch.mask_N, 1)
     with torch.no_grad():
@@ -487,8 +492,8 @@ def test_regression_is_smooth_l1_on_the_targets_state() -> None:
         normed_ND = trained.target.final_norm(batch.hidden_NTD[:, -1])
         gap_AD = (state_AD - normed_ND[torch.from_numpy(plan.steps[0].rows + 1)]).abs()
         regression = torch.where(gap_AD < 1, 0.5 * gap_AD**2, gap_AD - 0.5).mean(-1).sum()
-        law = trained.target.logits_of(batch.hidden_NTD[torch.from_numpy(plan.steps[0].rows + 1), -1]).softmax(-1)
-        entropy = -(law * trained.draft_logits(state_AD).log_softmax(-1)).sum()
+        distribution = trained.target.logits_of(batch.hidden_NTD[torch.from_numpy(plan.steps[0].rows + 1), -1]).softmax(-1)
+        entropy = -(distribution * trained.draft_logits(state_AD).log_softmax(-1)).sum()
         close(trained.loss(batch)[0], 0.7 * regression + 0.1 * entropy, 1e-5)
 
 
@@ -498,8 +503,8 @@ def test_regression_is_smooth_l1_on_the_targets_state() -> None:
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-target-head", "eagle3-gemma2", "eagle3-fc-norm", "eagle"])
 def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
     """The to_checkpoint drafter fuses as the one in training. Where a norm comes first there is nothing to scale."""
-    trained = learner(variant)
-    own = VARIANTS[variant]
+    trained = trainable(variant)
+    spec = VARIANTS[variant]
     scales = variant not in ("eagle3-fc-norm", "eagle")
     assert (trained.feature_scale is not None) == scales
     assert ("feature_scale" in trained.state_dict()) == scales
@@ -507,8 +512,8 @@ def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
     assert checkpoint.tensors is not None
     assert "feature_scale" not in checkpoint.tensors
     before = {name: x.clone() for name, x in trained.state_dict().items()}
-    saved = own.kind(loaded(own.target), checkpoint, 3)
-    hidden_NTD = statistics(own.target, trained.hidden_layers)
+    saved = spec.kind(loaded(spec.target), checkpoint, 3)
+    hidden_NTD = statistics(spec.target, trained.hidden_layers)
     with torch.no_grad():
         close(saved.fuse(hidden_NTD), trained.fuse(hidden_NTD), 1e-4)
     assert all(torch.equal(x, trained.state_dict()[name]) for name, x in before.items()), "training goes on"
@@ -520,10 +525,10 @@ def test_scaling_is_folded_in_when_a_drafter_is_saved(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["eagle3-reduced", "eagle3-gemma2"])
 def test_scaling_a_trained_drafter_leaves_its_function(variant: str) -> None:
-    own = VARIANTS[variant]
+    spec = VARIANTS[variant]
     scaled = drafter(variant)
     plain_one = drafter(variant)
-    hidden_NTD = statistics(own.target, scaled.hidden_layers)
+    hidden_NTD = statistics(spec.target, scaled.hidden_layers)
     scaled.for_training(UnrolledObjective(), Init(), hidden_NTD, warm_start=True)
     assert scaled.feature_scale is not None
     with torch.no_grad():
@@ -553,17 +558,17 @@ def test_tapped_layers() -> None:
 
 @pytest.mark.parametrize("ids", [[1, 5], [-1, 2], [0, 99]])
 def test_tapped_layers_that_are_not_there(ids: list[int], one_line: Any) -> None:
-    given = {"eagle_aux_hidden_state_layer_ids": ids}
-    one_line(lambda: Eagle3.init_checkpoint(loaded(), given, Init()), "eagle_aux_hidden_state_layer_ids", "0..4")
+    architecture = {"eagle_aux_hidden_state_layer_ids": ids}
+    one_line(lambda: Eagle3.init_checkpoint(loaded(), architecture, Init()), "eagle_aux_hidden_state_layer_ids", "0..4")
 
 
 def test_no_tapped_layers_is_an_error(one_line: Any) -> None:
-    given = {"eagle_aux_hidden_state_layer_ids": []}
-    one_line(lambda: Eagle3.init_checkpoint(loaded(), given, Init()), "eagle_aux_hidden_state_layer_ids")
+    architecture = {"eagle_aux_hidden_state_layer_ids": []}
+    one_line(lambda: Eagle3.init_checkpoint(loaded(), architecture, Init()), "eagle_aux_hidden_state_layer_ids")
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("architecture", "words"),
     [
         ({"draft_vocab_size": 0}, ("draft_vocab_size=0", "greater than or equal to 1")),
         ({"num_aux_hidden_states": 0}, ("num_aux_hidden_states=0",)),
@@ -578,12 +583,12 @@ def test_no_tapped_layers_is_an_error(one_line: Any) -> None:
         ({"geometry": {"head_dim": 15}}, ("head_dim",)),
     ],
 )
-def test_architecture_errors(given: dict[str, Any], words: tuple[str, ...], one_line: Any) -> None:
-    one_line(lambda: Eagle3.init_checkpoint(loaded(), given, Init()), *words)
+def test_architecture_errors(architecture: dict[str, Any], words: tuple[str, ...], one_line: Any) -> None:
+    one_line(lambda: Eagle3.init_checkpoint(loaded(), architecture, Init()), *words)
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "words"),
+    ("kind", "settings", "words"),
     [
         (UnrolledObjective, {"ttt_steps": 0}, ("ttt_steps=0",)),
         (UnrolledObjective, {"ttt_step_loss_decay": 0.0}, ("ttt_step_loss_decay",)),
@@ -594,8 +599,8 @@ def test_architecture_errors(given: dict[str, Any], words: tuple[str, ...], one_
         (Init, {"lm_head": "zeros"}, ("lm_head='zeros'",)),
     ],
 )
-def test_settings_errors(kind: Any, given: dict[str, Any], words: tuple[str, ...], one_line: Any) -> None:
-    one_line(lambda: kind(**given), *words)
+def test_settings_errors(kind: Any, settings: dict[str, Any], words: tuple[str, ...], one_line: Any) -> None:
+    one_line(lambda: kind(**settings), *words)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gemma2", "tiny-qwen3"])
@@ -609,13 +614,13 @@ def test_the_shape_is_the_targets_unless_given(name: str) -> None:
     assert shape.intermediate_size == target.config.intermediate_size
     assert shape.rms_norm_eps == target.config.rms_norm_eps
     assert shape.max_position_embeddings == target.max_model_len
-    given = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 40, "rms_norm_eps": 1e-3}
-    other = Geometry(**given, rope_parameters={"rope_type": "default", "rope_theta": 77.0}).of(target)
-    assert {key: getattr(other, key) for key in given} == given
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 40, "rms_norm_eps": 1e-3}
+    other = Geometry(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 77.0}).of(target)
+    assert {key: getattr(other, key) for key in sizes} == sizes
     assert other.rope_parameters["rope_theta"] == 77.0
     for kind in (Eagle, Eagle3):
-        fresh = kind.init_checkpoint(target, {"geometry": given}, Init())
-        assert fresh.config["geometry"] == Geometry(**given).filled(target)
+        fresh = kind.init_checkpoint(target, {"geometry": sizes}, Init())
+        assert fresh.config["geometry"] == Geometry(**sizes).filled(target)
         layer = kind(target, fresh, 2).layers[0].self_attn
         assert list(layer.q_proj.weight.shape) == [80, 64 * (2 if kind is Eagle3 else 1)]
         assert layer.k_proj.weight.shape[0] == 20
@@ -626,14 +631,14 @@ def test_a_fresh_drafter_takes_what_it_is_told() -> None:
     target = loaded()
     ids = torch.from_numpy(REDUCED)
     for init, reduced in ((Init(), True), (Init(train_lm_head=False), True), (Init(), False)):
-        made = Eagle3.init_checkpoint(target, {}, init, REDUCED if reduced else None)
-        assert made.tensors is not None
-        assert torch.equal(made.tensors["lm_head.weight"], target.head_rows(ids if reduced else None)[0])
-        assert made.config["draft_vocab_size"] == (len(REDUCED) if reduced else VOCAB)
-        assert ("d2t" in made.tensors) == reduced
+        checkpoint = Eagle3.init_checkpoint(target, {}, init, REDUCED if reduced else None)
+        assert checkpoint.tensors is not None
+        assert torch.equal(checkpoint.tensors["lm_head.weight"], target.head_rows(ids if reduced else None)[0])
+        assert checkpoint.config["draft_vocab_size"] == (len(REDUCED) if reduced else VOCAB)
+        assert ("d2t" in checkpoint.tensors) == reduced
         if reduced:
-            assert torch.equal(made.tensors["d2t"] + torch.arange(len(REDUCED)), ids)
-            assert torch.equal(Eagle3(target, made, 2).vocab_ids, ids)
+            assert torch.equal(checkpoint.tensors["d2t"] + torch.arange(len(REDUCED)), ids)
+            assert torch.equal(Eagle3(target, checkpoint, 2).vocab_ids, ids)
     random = Eagle3.init_checkpoint(target, {}, Init(lm_head="random"), REDUCED)
     assert random.tensors is not None
     assert 0.015 < random.tensors["lm_head.weight"].std() < 0.025
@@ -649,11 +654,11 @@ def test_a_fresh_drafter_takes_what_it_is_told() -> None:
 
 
 def test_drafter_settings_errors(one_line: Any) -> None:
-    made = grown("eagle3-reduced")
-    one_line(lambda: Eagle3(loaded(), made, 0), "num_speculative_tokens=0", "at least 1")
-    one_line(lambda: Eagle3(loaded(), made, 2, draft_sample_method="best"), "draft_sample_method='best'", "probabilistic")
+    checkpoint = grown("eagle3-reduced")
+    one_line(lambda: Eagle3(loaded(), checkpoint, 0), "num_speculative_tokens=0", "at least 1")
+    one_line(lambda: Eagle3(loaded(), checkpoint, 2, draft_sample_method="best"), "draft_sample_method='best'", "probabilistic")
     for most in (1, 4097):
-        one_line(lambda most=most: Eagle3(loaded(), made, 2, max_model_len=most), f"max_model_len={most}", "2..4096")
+        one_line(lambda most=most: Eagle3(loaded(), checkpoint, 2, max_model_len=most), f"max_model_len={most}", "2..4096")
 
 
 # -------------------------------------------------------------------------------------------- checkpoints
@@ -674,30 +679,34 @@ def rewrite(directory: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_checkpoint_comes_back_as_it_was(variant: str, tmp_path: Path) -> None:
-    own = VARIANTS[variant]
-    made = grown(variant)
+    spec = VARIANTS[variant]
+    checkpoint = grown(variant)
     directory = saved(tmp_path / "drafter", variant)
     back = native.load(directory)
-    assert made.tensors is not None
+    assert checkpoint.tensors is not None
     assert back.tensors is not None
-    assert (back.method, back.config, back.target) == (made.method, json.loads(json.dumps(made.config)), made.target)
-    assert back.tensors.keys() == made.tensors.keys()
-    for name, tensor in made.tensors.items():
+    assert (back.method, back.config, back.target) == (
+        checkpoint.method,
+        json.loads(json.dumps(checkpoint.config)),
+        checkpoint.target,
+    )
+    assert back.tensors.keys() == checkpoint.tensors.keys()
+    for name, tensor in checkpoint.tensors.items():
         assert back.tensors[name].dtype == tensor.dtype
         assert back.tensors[name].numpy().tobytes() == tensor.numpy().tobytes(), name
     assert {path.name for path in directory.iterdir()} == {"config.json", "model.safetensors", "provenance.json", "README.md"}
 
-    target = loaded(own.target)
+    target = loaded(spec.target)
     again = tmp_path / "again"
     again.mkdir()
-    native.save(again, own.kind(target, str(directory), 3).to_checkpoint(), {}, "")
+    native.save(again, spec.kind(target, str(directory), 3).to_checkpoint(), {}, "")
     assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
-    asked = []
-    for model in (made, str(again)):
-        proposer = own.kind(target, model, 3)
-        asked.append(watched(proposer))
+    proposals = []
+    for model in (checkpoint, str(again)):
+        proposer = spec.kind(target, model, 3)
+        proposals.append(watched(proposer))
         decode(target, proposer, prompts(20, 7), 8)
-    assert [one.drafted for one in asked[0]] == [one.drafted for one in asked[1]]
+    assert [one.drafted for one in proposals[0]] == [one.drafted for one in proposals[1]]
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path, one_line: Any) -> None:
@@ -720,7 +729,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path, one_line: Any) -> None:
 @pytest.mark.parametrize("change", ["beyond", "below", "twice"])
 def test_a_draft_vocabulary_that_is_none(change: str, tmp_path: Path, one_line: Any) -> None:
     """Ids outside the vocabulary would be an error of an index while drafting (on a GPU, of the device); the same id twice
-    would make laws that do not sum to 1, so outputs that are not the target's."""
+    would make distributions that do not sum to 1, so outputs that are not the target's."""
     directory = saved(tmp_path / "drafter")
     shift = {"beyond": 1000, "below": -1000, "twice": -2}[change]  # the ids begin 10, 12, 14, ...
     rewrite(directory, lambda x: x["d2t"][3:4].add_(shift))
@@ -729,16 +738,16 @@ def test_a_draft_vocabulary_that_is_none(change: str, tmp_path: Path, one_line: 
 
 def test_what_is_no_checkpoint(tmp_path: Path, one_line: Any) -> None:
     config = {"format": "specdec-drafter", "format_version": 1}
-    whole = json.loads((saved(tmp_path / "whole") / "config.json").read_text())
+    good_config = json.loads((saved(tmp_path / "whole") / "config.json").read_text())
     cases: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "format": (whole | {"format": "speculators"}, ("no native drafter checkpoint",)),
-        "version": (whole | {"format_version": 2}, ("format_version 2", "is not 1")),
+        "format": (good_config | {"format": "speculators"}, ("no native drafter checkpoint",)),
+        "version": (good_config | {"format_version": 2}, ("format_version 2", "is not 1")),
         "list": ([1, 2], ("no native drafter checkpoint",)),
         "llama": ({"model_type": "llama"}, ("no native drafter checkpoint", "'llama'")),
         "bare": (config, ("config.json",)),
-        "no-method": ({key: x for key, x in whole.items() if key != "method"}, ("config.json", "method")),
-        "no-target": (whole | {"target": None}, ("config.json", "target")),
-        "no-drafter": (whole | {"drafter": "eagle3"}, ("config.json", "drafter")),
+        "no-method": ({key: x for key, x in good_config.items() if key != "method"}, ("config.json", "method")),
+        "no-target": (good_config | {"target": None}, ("config.json", "target")),
+        "no-drafter": (good_config | {"drafter": "eagle3"}, ("config.json", "drafter")),
     }
     for name, (value, words) in cases.items():
         directory = saved(tmp_path / name)
@@ -759,21 +768,21 @@ def test_a_config_without_a_key_is_never_a_crash(variant: str, key: str, tmp_pat
     config = json.loads((directory / "config.json").read_text())
     config["drafter"].pop(key, None)
     (directory / "config.json").write_text(json.dumps(config))
-    told = ""
+    message = ""
     try:
         VARIANTS[variant].kind(loaded(), str(directory), 3)
     except ValueError as error:
-        told = str(error)
-    assert "\n" not in told
+        message = str(error)
+    assert "\n" not in message
 
 
 def test_weights_that_cannot_be_read(tmp_path: Path, one_line: Any) -> None:
     """Cut off, empty, missing, no safetensors at all. A pickle is refused, and not unpickled."""
-    whole = (saved(tmp_path / "whole") / "model.safetensors").read_bytes()
+    good_bytes = (saved(tmp_path / "whole") / "model.safetensors").read_bytes()
     mark = tmp_path / "unpickled"
     contents = {
-        "cut": whole[:-100],
-        "header": whole[:20],
+        "cut": good_bytes[:-100],
+        "header": good_bytes[:20],
         "empty": b"",
         "text": b"not weights",
         "pickle": pickle.dumps(Touch(mark)),
@@ -812,23 +821,23 @@ def test_nothing_else_in_the_directory_is_read(tmp_path: Path) -> None:
     (directory / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": "../../elsewhere.safetensors"}}')
     for name in ("README.md", "provenance.json"):
         (directory / name).write_bytes(b"\xff\xfe{")
-    found = native.load(directory)
-    assert (found.config, found.target) == (want.config, want.target)
-    assert found.tensors is not None
+    checkpoint = native.load(directory)
+    assert (checkpoint.config, checkpoint.target) == (want.config, want.target)
+    assert checkpoint.tensors is not None
     assert want.tensors is not None
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in want.tensors.items())
+    assert all(torch.equal(checkpoint.tensors[name], tensor) for name, tensor in want.tensors.items())
     Eagle3(loaded(), str(directory), 3)
     assert not mark.exists()
 
 
 def test_a_drafter_of_another_target(one_line: Any) -> None:
     """Another width, vocabulary, depth or architecture: the message names both."""
-    made = grown("eagle3-reduced")
-    one_line(lambda: Eagle3(loaded("tiny-gemma2"), made, 3), "tiny (", "tiny-gemma2", "model_type", "llama", "gemma2")
+    checkpoint = grown("eagle3-reduced")
+    one_line(lambda: Eagle3(loaded("tiny-gemma2"), checkpoint, 3), "tiny (", "tiny-gemma2", "model_type", "llama", "gemma2")
     for key, value in (("hidden_size", 128), ("vocab_size", 1000), ("num_hidden_layers", 9)):
-        other = replace(made, target=made.target | {key: value, "name": "org/other"}, name="runs/x")
+        other = replace(checkpoint, target=checkpoint.target | {key: value, "name": "org/other"}, name="runs/x")
         one_line(lambda other=other: Eagle3(loaded(), other, 3), "runs/x", "org/other", "tiny", f"{key} {value}")
-    Eagle3(loaded(), replace(made, target=made.target | {"name": "/a/copy/of/tiny"}), 3)  # the same model elsewhere
+    Eagle3(loaded(), replace(checkpoint, target=checkpoint.target | {"name": "/a/copy/of/tiny"}), 3)  # the same model elsewhere
 
 
 def test_a_drafter_of_another_method(tmp_path: Path, one_line: Any) -> None:
@@ -861,50 +870,50 @@ def test_beyond_its_context_a_row_is_not_drafted_for(variant: str, how: str) -> 
     """Output stays as it is, in a batch of rows within and beyond. The last of n drafts needs pair length + n - 3."""
     lengths = (10, 28, 2, 45, 33, 20)
     proposer = drafter(variant, max_model_len=32, draft_sample_method=how)
-    asked = watched(proposer)
+    proposals = watched(proposer)
     assert decode(loaded(), proposer, prompts(*lengths)) == plain("tiny", lengths)
-    for one in asked:
+    for one in proposals:
         assert len(one.drafted) <= max(32 + 2 - len(one.tokens), 0)
         assert one.drafted or len(one.tokens) >= 34 or len(one.tokens) in {n + 13 for n in lengths}, "or at its budget's end"
-    assert {len(one.tokens) for one in asked if one.drafted} & {32, 33}
-    assert any(len(one.tokens) > 40 for one in asked)
+    assert {len(one.tokens) for one in proposals if one.drafted} & {32, 33}
+    assert any(len(one.tokens) > 40 for one in proposals)
 
 
 @pytest.mark.parametrize("variant", ["eagle", "eagle3", "eagle3-reduced", "eagle3-target-head", "eagle-gemma2"])
-def test_laws_are_laws_over_the_draft_vocabulary(variant: str) -> None:
-    own = VARIANTS[variant]
+def test_probs_are_over_the_draft_vocabulary(variant: str) -> None:
+    spec = VARIANTS[variant]
     proposer = drafter(variant, draft_sample_method="probabilistic")
     assert proposer.needs_uniforms
     propose = proposer.propose
-    drawn = []
+    calls = []
 
     def watching(context: Context) -> Draft:
         draft = propose(context)
         if draft.q_BKV is None:
-            assert not draft.length_B.any(), "who draws nothing needs no law"
+            assert not draft.length_B.any(), "who draws nothing needs no distribution"
             return draft
         assert draft.q_BKV.shape == (*draft.token_BK.shape, VOCAB)
         for b, length in enumerate(draft.length_B.tolist()):
             q_KV = draft.q_BKV[b, :length]
             token_K = draft.token_BK[b, :length]
             torch.testing.assert_close(q_KV.double().sum(-1), torch.ones(length, dtype=torch.float64), rtol=0, atol=1e-5)
-            if own.reduced:
+            if spec.reduced:
                 assert not q_KV[:, np.setdiff1d(np.arange(VOCAB), REDUCED)].any()
-            drawn.extend(q_KV.gather(1, token_K.unsqueeze(1)).flatten().tolist())
+            calls.extend(q_KV.gather(1, token_K.unsqueeze(1)).flatten().tolist())
         return draft
 
     proposer.propose = watching
-    decode(loaded(own.target), proposer, prompts(5, 30, 12), temperature=0.9)
-    assert len(drawn) > 50
-    assert min(drawn) > 0
-    assert min(drawn) < 0.9, "not all were certain"
+    decode(loaded(spec.target), proposer, prompts(5, 30, 12), temperature=0.9)
+    assert len(calls) > 50
+    assert min(calls) > 0
+    assert min(calls) < 0.9, "not all were certain"
 
 
 def test_drafts_are_target_tokens_of_the_draft_vocabulary() -> None:
     proposer = drafter("eagle3-reduced")
-    asked = watched(proposer)
+    proposals = watched(proposer)
     decode(loaded(), proposer, prompts(5, 30, 12))
-    drafted = {token for one in asked for token in one.drafted}
+    drafted = {token for one in proposals for token in one.drafted}
     assert len(drafted) > 3
     assert drafted <= set(REDUCED.tolist())
 
@@ -912,8 +921,8 @@ def test_drafts_are_target_tokens_of_the_draft_vocabulary() -> None:
 def test_training_is_over_when_a_drafter_is_reserved() -> None:
     """Its weights take the target's type, and get no gradients; its own rows of the cache are counted."""
     target = CausalLM("tiny", "bfloat16", "cpu")
-    made = Eagle3.init_checkpoint(target, {}, Init(), REDUCED)
-    proposer = Eagle3(target, made, 3)
+    checkpoint = Eagle3.init_checkpoint(target, {}, Init(), REDUCED)
+    proposer = Eagle3(target, checkpoint, 3)
     assert proposer.bytes_to_grow(2, 100) > 0
     proposer.reserve(2, 100)
     assert proposer.bytes_to_grow(2, 100) == 0

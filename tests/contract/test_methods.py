@@ -15,6 +15,7 @@ import torch
 
 from specdec import method
 from specdec.core import Context, Draft, Proposer, Request
+from specdec.drafter.trainable import TrainableDrafter
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
 from specdec.method.ngram_gpu import NgramGpu
@@ -69,7 +70,7 @@ def test_ngram_is_its_rule_in_words(latest: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "bounds"),
+    ("settings", "bounds"),
     [
         ({}, (5, 5)),
         ({"prompt_lookup_min": 2}, (2, 2)),
@@ -77,14 +78,14 @@ def test_ngram_is_its_rule_in_words(latest: bool) -> None:
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
     ],
 )
-def test_ngram_bounds_as_in_vllm(given: dict[str, int], bounds: tuple[int, int]) -> None:
-    proposer = Ngram(3, **given)
+def test_ngram_bounds_as_in_vllm(settings: dict[str, int], bounds: tuple[int, int]) -> None:
+    proposer = Ngram(3, **settings)
     assert (proposer.prompt_lookup_min, proposer.prompt_lookup_max) == bounds
     assert not proposer.prompt_lookup_latest
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("settings", "words"),
     [
         ({"num_speculative_tokens": 0}, ("num_speculative_tokens=0", "at least 1")),
         ({"num_speculative_tokens": 3, "prompt_lookup_min": 0}, ("prompt_lookup_min=0", "1 <= min")),
@@ -94,9 +95,9 @@ def test_ngram_bounds_as_in_vllm(given: dict[str, int], bounds: tuple[int, int])
         ),
     ],
 )
-def test_ngram_errors(given: dict[str, int], words: tuple[str, ...]) -> None:
+def test_ngram_errors(settings: dict[str, int], words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        Ngram(**given)
+        Ngram(**settings)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -114,11 +115,11 @@ def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
     drafted = 0
     for _ in range(60):
         low = int(rng.integers(1, 4))
-        given = {"prompt_lookup_min": low, "prompt_lookup_max": low + int(rng.integers(4)), "prompt_lookup_latest": latest}
+        settings = {"prompt_lookup_min": low, "prompt_lookup_max": low + int(rng.integers(4)), "prompt_lookup_latest": latest}
         k = int(rng.integers(1, 6))
         vocab = int(rng.integers(1, 6))
-        plain = Ngram(k, **given)
-        device = NgramGpu(tiny(), k, **given)
+        plain = Ngram(k, **settings)
+        device = NgramGpu(tiny(), k, **settings)
         device.reserve(5, 20)
         device.reserve(5, SLOTS)
         texts = {row: rng.integers(0, vocab, rng.integers(1, 30)).tolist() for row in range(5)}
@@ -157,7 +158,7 @@ def test_followers_are_counted_as_in_words() -> None:
     assert several > 300
 
 
-def test_ngram_evidence() -> None:
+def test_ngram_confidence() -> None:
     """7 came after (1, 2) once, 8 twice; the leftmost match drafts 7 and what came after it."""
     proposer = Ngram(2, prompt_lookup_min=2, prompt_lookup_max=2)
     text = [1, 2, 7, 1, 2, 8, 1, 2, 8, 1, 2]
@@ -182,11 +183,11 @@ def test_unknown_settings_name_the_nearest() -> None:
 # ----------------------------------------------------------------------------------------------- contract
 
 Make = Callable[[], Proposer]
-LAWS = {"draft_sample_method": "probabilistic"}
+PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 VARIANTS = [
     *((name, {}) for name in METHODS),
-    *((name, LAWS) for name in METHODS if "draft_sample_method" in method.settings(name)),
-    ("hybrid", LAWS),
+    *((name, PROBABILISTIC) for name in METHODS if "draft_sample_method" in method.settings(name)),
+    ("hybrid", PROBABILISTIC),
 ]
 
 
@@ -211,6 +212,11 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda: build(name, **more)
 
 
+@pytest.mark.parametrize("name", [name for name in METHODS if method.is_trained(name)])
+def test_a_trained_method_keeps_the_contract_of_training(name: str) -> None:
+    assert isinstance(build(name), TrainableDrafter)
+
+
 TEXTS = {0: text(0, 40), 1: text(1, 23), 3: text(3, 61)}  # row 2 is free
 
 
@@ -219,19 +225,19 @@ def begin(proposer: Proposer, row: int, prompt: list[int]) -> None:
     HANDED.setdefault(proposer, {})[row] = 0
 
 
-def check(proposer: Proposer, given: Context) -> Draft:
+def check(proposer: Proposer, context: Context) -> Draft:
     """What every draft must be."""
-    draft = proposer.propose(given)
-    num_rows = len(given.rows)
+    draft = proposer.propose(context)
+    num_rows = len(context.rows)
     num_draft = draft.token_BK.shape[1]
     assert draft.token_BK.shape == (num_rows, num_draft)
     assert draft.token_BK.dtype == draft.length_B.dtype == torch.int64
-    assert draft.token_BK.device == given.last_token_B.device
+    assert draft.token_BK.device == context.last_token_B.device
     assert draft.length_B.device.type == "cpu", "lengths decide shapes: the host must not wait for them"
     assert draft.length_B.shape == (num_rows,)
     length_B = draft.length_B.numpy()
     assert (length_B >= 0).all()
-    assert (length_B <= np.minimum(given.max_draft_B, num_draft)).all()
+    assert (length_B <= np.minimum(context.max_draft_B, num_draft)).all()
     live_BK = torch.arange(num_draft) < draft.length_B.unsqueeze(1)
     live_N = draft.token_BK[live_BK]
     assert ((live_N >= 0) & (live_N < tiny().vocab_size)).all()
@@ -274,7 +280,7 @@ def test_a_draft_is_well_formed(make: Make) -> None:
     assert (drafted > 0) == expects, "on text that repeats itself, who drafts at all drafts something"
 
 
-def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:
+def test_at_temperature_zero_q_is_one_hot(make: Make) -> None:
     proposer = make()
     begin(proposer, 0, TEXTS[0][:-1])
     draft = check(proposer, context(proposer, {0: TEXTS[0]}))
@@ -283,7 +289,7 @@ def test_at_temperature_zero_a_law_is_one_hot(make: Make) -> None:
         assert torch.equal(q_KV.amax(-1), torch.ones(len(q_KV)))
 
 
-def test_evidence_changes_no_draft(make: Make) -> None:
+def test_confidence_changes_no_draft(make: Make) -> None:
     """It comes for those who asked for it only, as many numbers as the method says, and 0 where no token is."""
     plain = make()
     telling = make()
@@ -291,12 +297,12 @@ def test_evidence_changes_no_draft(make: Make) -> None:
         for row, tokens in TEXTS.items():
             begin(proposer, row, tokens[:-1])
     for temperature in (0.0, 0.8):
-        silent = check(plain, context(plain, TEXTS, temperature=temperature))
+        without = check(plain, context(plain, TEXTS, temperature=temperature))
         draft = check(telling, context(telling, TEXTS, temperature=temperature, return_confidence=True))
-        assert silent.confidence_BKF is None
-        assert torch.equal(draft.length_B, silent.length_B)
+        assert without.confidence_BKF is None
+        assert torch.equal(draft.length_B, without.length_B)
         live_BK = torch.arange(draft.token_BK.shape[1]) < draft.length_B.unsqueeze(1)
-        assert torch.equal(draft.token_BK[live_BK], silent.token_BK[live_BK])
+        assert torch.equal(draft.token_BK[live_BK], without.token_BK[live_BK])
         if telling.num_confidence_features and live_BK.any():
             assert draft.confidence_BKF is not None
             assert draft.confidence_BKF.shape == (*draft.token_BK.shape, telling.num_confidence_features)
@@ -309,23 +315,23 @@ def test_proposing_twice_is_proposing_once(make: Make) -> None:
     """The context is the same and the noise comes in with it, so nothing else may count."""
     proposer = make()
     begin(proposer, 0, TEXTS[0][:-1])
-    given = context(proposer, {0: TEXTS[0]}, temperature=0.7)
-    before = given.token_RL.copy()
-    first = check(proposer, given)
-    second = check(proposer, given)
+    same_context = context(proposer, {0: TEXTS[0]}, temperature=0.7)
+    before = same_context.token_RL.copy()
+    first = check(proposer, same_context)
+    second = check(proposer, same_context)
     assert torch.equal(first.token_BK, second.token_BK)
     assert torch.equal(first.length_B, second.length_B)
-    assert (given.token_RL == before).all(), "a proposer does not write into the engine's tokens"
+    assert (same_context.token_RL == before).all(), "a proposer does not write into the engine's tokens"
 
 
 def test_a_row_drafts_the_same_alone_and_in_company(make: Make) -> None:
     alone = []
     together = make()
     for row, tokens in TEXTS.items():
-        own = make()
-        for proposer in (own, together):
+        fresh_proposer = make()
+        for proposer in (fresh_proposer, together):
             begin(proposer, row, tokens)
-        alone += drafts(own, {row: tokens})
+        alone += drafts(fresh_proposer, {row: tokens})
     assert drafts(together, TEXTS) == alone
 
 
@@ -377,15 +383,15 @@ def test_a_row_serves_one_request_after_another(make: Make) -> None:
 
 def test_a_target_that_drafts_for_itself_drafts_what_it_would_say() -> None:
     proposer = build("draft_model")
-    said = text(8, 20)
-    begin(proposer, 0, said)
-    drafted = drafts(proposer, {0: said})[0]
+    tokens = text(8, 20)
+    begin(proposer, 0, tokens)
+    drafted = drafts(proposer, {0: tokens})[0]
     for _ in range(proposer.num_speculative_tokens):
         cache = tiny().new_cache()
         cache.reserve(1, SLOTS)
-        out = tiny().prefill(cache, 0, np.array(said), 0, chunk=512)
-        said = [*said, int(out.logits[0].argmax())]
-    assert drafted == said[20:]
+        out = tiny().prefill(cache, 0, np.array(tokens), 0, chunk=512)
+        tokens = [*tokens, int(out.logits[0].argmax())]
+    assert drafted == tokens[20:]
 
 
 def test_a_row_past_the_drafters_context_stops_drafting_alone() -> None:
@@ -398,7 +404,7 @@ def test_a_row_past_the_drafters_context_stops_drafting_alone() -> None:
     assert draft.length_B.tolist() == [4, 2, 1, 0]
 
 
-def test_probabilistic_drafts_follow_the_law_that_they_record() -> None:
+def test_probabilistic_drafts_follow_the_q_that_they_record() -> None:
     """Noise in even steps over [0, 1) gives every token as often as q says, in token-id order."""
     proposer = build("draft_model", draft_sample_method="probabilistic")
     tokens = text(9, 20)
@@ -406,9 +412,9 @@ def test_probabilistic_drafts_follow_the_law_that_they_record() -> None:
     begin(proposer, 0, tokens)
     seen = []
     for i in range(steps):
-        given = context(proposer, {0: tokens}, max_draft=[1], temperature=1.0)
-        given.uniform_BK = torch.full_like(given.uniform_BK, (i + 0.5) / steps)
-        draft = check(proposer, given)
+        same_context = context(proposer, {0: tokens}, max_draft=[1], temperature=1.0)
+        same_context.uniform_BK = torch.full_like(same_context.uniform_BK, (i + 0.5) / steps)
+        draft = check(proposer, same_context)
         seen.append(int(draft.token_BK[0, 0]))
     assert seen == sorted(seen)
     share_V = torch.bincount(torch.tensor(seen), minlength=tiny().vocab_size) / steps

@@ -1,6 +1,6 @@
 """What must hold on whatever device there is; `make gpu` runs this file on CUDA, CI on the CPU.
 
-Greedy decoding in float32 is exact for every method; the joint law above temperature 0 is the target's; and the rejection
+Greedy decoding in float32 is exact for every method; above temperature 0 the joint distribution is the target's; the rejection
 schemes give the verdicts on the device that they give on the host.
 """
 
@@ -32,11 +32,11 @@ def loaded(name: str) -> CausalLM:
 
 @cache
 def reference(name: str) -> list[list[int]]:
-    theirs = hub.load_model(hub.resolve(name), dtype=torch.float32).to(DEVICE).eval()
+    model = hub.load_model(hub.resolve(name), dtype=torch.float32).to(DEVICE).eval()
     answers = []
     for prompt, most in zip(tiny_prompts(), MAX_TOKENS, strict=True):
         ids = torch.tensor([prompt], device=DEVICE)
-        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most, pad_token_id=0)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most, pad_token_id=0)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 
@@ -50,12 +50,12 @@ def test_greedy_is_exact(architecture: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["standard", "block", "match"])
-def test_joint_law(scheme: str) -> None:
+def test_joint_distribution(scheme: str) -> None:
     """Three tokens of a real model under top_k = 3, drafted with probabilities by another: 27 outcomes, enumerated."""
     target = loaded("tiny-llama")
     prompt = tiny_prompts()[2]
     params = SamplingParams(temperature=0.9, top_k=3, max_tokens=3)
-    law = joint_law(target, prompt, params)
+    distribution = joint_distribution(target, prompt, params)
     config = SpeculativeConfig(
         method="draft_model",
         model="tiny-qwen3",
@@ -64,31 +64,31 @@ def test_joint_law(scheme: str) -> None:
         rejection_sample_method=scheme,
     )
     engine = Engine(target, *config.resolve().build(target), max_batch_size=64)
-    counts = dict.fromkeys(law, 0)
+    counts = dict.fromkeys(distribution, 0)
     for request in engine.run([Request(str(i), prompt, params, seed=i) for i in range(2000)]):
-        counts[tuple(request.output_token_ids)] += 1  # an outcome outside the law is a KeyError
+        counts[tuple(request.output_token_ids)] += 1  # an outcome outside the distribution is a KeyError
     observed = torch.tensor(list(counts.values()))
-    statistic, threshold = chi_square(observed, torch.tensor(list(law.values())) * observed.sum())
+    statistic, threshold = chi_square(observed, torch.tensor(list(distribution.values())) * observed.sum())
     assert statistic < threshold
 
 
-def joint_law(target: CausalLM, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
+def joint_distribution(target: CausalLM, prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
     cache = target.new_cache()
     cache.reserve(1, len(prompt) + 3)
 
-    def law_after(tokens: list[int]) -> torch.Tensor:
+    def probs_after(tokens: list[int]) -> torch.Tensor:
         out = target.prefill(cache, 0, np.array(prompt + tokens), 0, chunk=512)
         return sampling.probs(out.logits, [params], torch.zeros(1, dtype=torch.int64, device=DEVICE))[0].cpu()
 
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(params.max_tokens or 0):
-        law = {
+        distribution = {
             (*tokens, token): weight * float(p_V[token])
-            for tokens, weight in law.items()
-            for p_V in [law_after(list(tokens))]
+            for tokens, weight in distribution.items()
+            for p_V in [probs_after(list(tokens))]
             for token in p_V.nonzero().flatten().tolist()
         }
-    return law
+    return distribution
 
 
 @pytest.mark.parametrize("one_hot", [False, True])

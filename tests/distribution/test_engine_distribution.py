@@ -1,8 +1,8 @@
-"""The law of what the engine puts out above temperature 0, by chi-square: every method and scheme.
+"""The distribution of what the engine puts out above temperature 0, by chi-square: every method and scheme.
 
-The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a law that can be written
+The target is a `TableLM`: given the two tokens before it, a stretch of tokens has a distribution that can be written
 down. So an answer is cut into stretches, each as long as what a step emits at most, and the counts of (two
-tokens before, stretch) are held against that law. A stretch begins anywhere in a step and ends in a later
+tokens before, stretch) are held against that distribution. A stretch begins anywhere in a step and ends in a later
 one, maybe after several. Taking many from a request spares prefills, which take most of the time here. Seeds
 are fixed.
 
@@ -24,18 +24,28 @@ from specdec import method, rejection, sampling
 from specdec.core import Context, Draft, Proposer, Request, Verdict
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier, block, match, standard
-from support.distributions import accepted_law, chi_square, emitted_law
+from support.distributions import chi_square, emitted_distribution, num_accepted_distribution
 from support.stretches import LONG, PARAMS, ROWS, STRETCH, TABLE, adverse, decode, drafts_of, misfit
-from support.table import NUM_DRAFT, FirstWriteWins, OwnLaw, TableLM, joint_law, methods, proposer, scheme, schemes
+from support.table import (
+    NUM_DRAFT,
+    FirstWriteWins,
+    TableLM,
+    TableProposer,
+    joint_distribution,
+    methods,
+    proposer,
+    scheme,
+    schemes,
+)
 
-# laws over three tokens where block gains most, and where its details matter
+# distributions over three tokens where block gains most, and where its details matter
 P_OF_BLOCK = [0.35, 0.32, 0.33]
 Q_OF_BLOCK = [0.04, 0.83, 0.13]
 
 TIMES = pytest.mark.parametrize("times", [pytest.param(1, id="short"), LONG])
 
 
-def of_law(q: list[float], num_draft: int, target: TableLM) -> Proposer:
+def drafts_from(q: list[float], num_draft: int, target: TableLM) -> Proposer:
     """Draws every token from q."""
     return drafts_of(TableLM.constant(q), target, num_draft=num_draft)
 
@@ -50,7 +60,7 @@ def plain(max_tokens: int) -> SamplingParams:
 @TIMES
 @pytest.mark.parametrize("name", schemes())
 @pytest.mark.parametrize("case", methods())
-def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> None:
+def test_joint_distribution(case: tuple[str, dict[str, Any]], name: str, times: int) -> None:
     requests = decode(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times)
     assert misfit(TABLE, requests) < 1
     drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
@@ -62,7 +72,7 @@ def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> N
 @TIMES
 @pytest.mark.parametrize("name", ["standard", "block"])
 @pytest.mark.parametrize(
-    "given",
+    "changes",
     [
         {"temperature": 1.2, "top_k": 2},
         {"temperature": 1.2, "top_p": 0.75},
@@ -71,37 +81,37 @@ def test_joint_law(case: tuple[str, dict[str, Any]], name: str, times: int) -> N
         {"temperature": 0.9, "repetition_penalty": 1.6},
         {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.5},
     ],
-    ids=lambda given: list(given)[1],
+    ids=lambda changes: list(changes)[1],
 )
-def test_joint_law_of_sampling_parameters(given: dict[str, Any], name: str, times: int) -> None:
+def test_joint_distribution_of_sampling_parameters(changes: dict[str, Any], name: str, times: int) -> None:
     """`match` is not here: with every parameter it gives what `none` gives, see test_engine.py."""
-    penalises = "penalty" in list(given)[1]
-    params = SamplingParams(**given, max_tokens=STRETCH if penalises else 16 * STRETCH)
-    law = joint_law(TABLE, [0, 1], params, STRETCH)
-    without = joint_law(TABLE, [0, 1], SamplingParams(temperature=params.temperature), STRETCH)
-    assert float((law - without).abs().sum()) / 2 > 0.1, "the parameter hardly matters here"
+    penalises = "penalty" in list(changes)[1]
+    params = SamplingParams(**changes, max_tokens=STRETCH if penalises else 16 * STRETCH)
+    distribution = joint_distribution(TABLE, [0, 1], params, STRETCH)
+    without = joint_distribution(TABLE, [0, 1], SamplingParams(temperature=params.temperature), STRETCH)
+    assert float((distribution - without).abs().sum()) / 2 > 0.1, "the parameter hardly matters here"
     num_requests = 1800 if penalises else 400
     assert misfit(TABLE, decode(TABLE, adverse(), scheme(name), params, num_requests * times)) < 1
 
 
 @TIMES
 @pytest.mark.parametrize("name", schemes())
-def test_joint_law_of_many_rounds(name: str, times: int) -> None:
+def test_joint_distribution_of_many_rounds(name: str, times: int) -> None:
     """Six tokens of a coin that the drafter has the wrong way round, K = 2: two to six rounds."""
     target = TableLM.constant([0.3, 0.7])
-    requests = decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256 * times)
+    requests = decode(target, drafts_from([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256 * times)
     assert misfit(target, requests, 6) < 1
 
 
 @TIMES
 @pytest.mark.parametrize("name", schemes())
-def test_joint_law_of_an_adverse_drafter(name: str, times: int) -> None:
+def test_joint_distribution_of_an_adverse_drafter(name: str, times: int) -> None:
     """Sixteen tokens, likeliest where the target's are rarest."""
     weight = np.geomspace(1, 30, 16)
     p = (weight / weight.sum()).tolist()
     q = (weight[::-1] / weight.sum()).tolist()
     target = TableLM.constant(p)
-    requests = decode(target, of_law(q, 2, target), scheme(name), plain(2 * 40), 256 * times)
+    requests = decode(target, drafts_from(q, 2, target), scheme(name), plain(2 * 40), 256 * times)
     assert misfit(target, requests, 2) < 1
 
 
@@ -154,24 +164,24 @@ def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: s
     ids=["sound", "no-p-tau", "by-position"],
 )
 def test_broken_block_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: str, fits: bool) -> None:
-    """On laws for which the scale of the residual matters (over two tokens it never does)."""
+    """On distributions for which the scale of the residual matters (over two tokens it never does)."""
     target = TableLM.constant(P_OF_BLOCK)
-    drafting = of_law(Q_OF_BLOCK, 2, target)
+    drafting = drafts_from(Q_OF_BLOCK, 2, target)
     verifier = Verifier("maybe", True, keyed_by, verify)
     assert (misfit(target, decode(target, drafting, verifier, plain(3 * 120), 128), 3) < 1) == fits
 
 
 @pytest.mark.parametrize("name", ["standard", "block"])
-def test_noise_that_draws_and_judges_does_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coin of `test_joint_law_of_many_rounds`, which fits there."""
+def test_uniforms_used_twice_do_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coin of `test_joint_distribution_of_many_rounds`, which fits there."""
     monkeypatch.setattr(sampling, "DRAFT", sampling.VERIFY)
     target = TableLM.constant([0.3, 0.7])
-    requests = decode(target, of_law([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256)
+    requests = decode(target, drafts_from([0.7, 0.3], 2, target), scheme(name), plain(6 * 20), 256)
     assert misfit(target, requests, 6) > 1
 
 
-class WrongLaw(OwnLaw):
-    """Says that it drew from a sharper law than it did."""
+class WrongProbs(TableProposer):
+    """Says that it drew from a sharper distribution than it did."""
 
     def propose(self, context: Context) -> Draft:
         draft = super().propose(context)
@@ -180,7 +190,7 @@ class WrongLaw(OwnLaw):
         return draft
 
 
-class Peeking(OwnLaw):
+class Peeking(TableProposer):
     """Takes a token back if it is not to its liking: the length then tells what the token was."""
 
     def propose(self, context: Context) -> Draft:
@@ -191,7 +201,7 @@ class Peeking(OwnLaw):
 
 
 @pytest.mark.parametrize("name", ["standard", "block"])
-@pytest.mark.parametrize("proposing", [WrongLaw, Peeking])
+@pytest.mark.parametrize("proposing", [WrongProbs, Peeking])
 def test_broken_proposers_do_not_fit(proposing: type, name: str) -> None:
     model = f"{__name__}.{proposing.__name__}"
     drafting = method.build("custom_class", TABLE, model=model, num_speculative_tokens=NUM_DRAFT)
@@ -222,25 +232,27 @@ def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarr
     return np.array([accepted for drafted, accepted in steps if drafted == num_draft])
 
 
-def test_acceptance_is_what_the_laws_say() -> None:
-    """K = 2, laws without context: how much stands has a law, too. Block beats standard beats match."""
+def test_acceptance_is_what_the_distributions_say() -> None:
+    """K = 2, distributions without context: how much stands has a distribution, too. Block beats standard beats match."""
     p = P_OF_BLOCK
     q = Q_OF_BLOCK
     prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
     tables = dict.fromkeys(prefixes, p), dict.fromkeys(prefixes, q)
     overlap = sum(a * b for a, b in zip(p, q, strict=True))
-    law = {"match": torch.tensor([1 - overlap, overlap * (1 - overlap), overlap**2])}
-    law |= {name: accepted_law(emitted_law(scheme(name), *tables, 3, 2), 2) for name in ("standard", "block")}
+    distribution = {"match": torch.tensor([1 - overlap, overlap * (1 - overlap), overlap**2])}
+    distribution |= {
+        name: num_accepted_distribution(emitted_distribution(scheme(name), *tables, 3, 2), 2) for name in ("standard", "block")
+    }
 
     target = TableLM.constant(p)
     mean = {}
-    for name, law_J in law.items():
-        requests = decode(target, of_law(q, 2, target), scheme(name), plain(300), ROWS)
+    for name, probs_J in distribution.items():
+        requests = decode(target, drafts_from(q, 2, target), scheme(name), plain(300), ROWS)
         accepted = accepted_of_full_drafts(requests, 2)
-        statistic, threshold = chi_square(torch.from_numpy(np.bincount(accepted, minlength=3)), law_J)
+        statistic, threshold = chi_square(torch.from_numpy(np.bincount(accepted, minlength=3)), probs_J)
         assert statistic < threshold, name
         mean[name] = accepted.mean()
-        assert abs(mean[name] - float(law_J @ torch.arange(3.0, dtype=law_J.dtype))) < 0.03, name
+        assert abs(mean[name] - float(probs_J @ torch.arange(3.0, dtype=probs_J.dtype))) < 0.03, name
     assert mean["match"] + 0.1 < mean["standard"] < mean["block"] - 0.01
 
 
@@ -251,23 +263,23 @@ def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
     temperature = 0.8 if how == "probabilistic" else 0.0
     params = SamplingParams(temperature=temperature, max_tokens=40)
     requests = decode(TABLE, drafts_of("same", TABLE, how), scheme(name), params, 40, rows=8)
-    stands = [r.stats.accepted == r.stats.drafted for r in requests]
-    assert all(stands) == (temperature == 0 or name != "match")
+    accepted = [r.stats.accepted == r.stats.drafted for r in requests]
+    assert all(accepted) == (temperature == 0 or name != "match")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("given", "rates"),
+    ("changes", "rates"),
     [
         ({"synthetic_acceptance_rates": [0.8, 0.5, 0.2]}, [0.8, 0.5, 0.2]),
         ({"synthetic_acceptance_length": 2.4}, [1.0, 0.4, 0.0]),
     ],
     ids=["rates", "length"],
 )
-def test_synthetic_rates_are_reached(given: dict[str, Any], rates: list[float], temperature: float) -> None:
+def test_synthetic_rates_are_reached(changes: dict[str, Any], rates: list[float], temperature: float) -> None:
     """Whatever the drafter is worth: one that is the target, one that is its contrary."""
     params = SamplingParams(temperature=temperature, max_tokens=100)
-    verifier = rejection.build("synthetic", NUM_DRAFT, **given)
+    verifier = rejection.build("synthetic", NUM_DRAFT, **changes)
     for drafter in ("same", "negated"):
         requests = decode(TABLE, drafts_of(drafter, TABLE), verifier, params, 512, rows=512)
         accepted = accepted_of_full_drafts(requests, NUM_DRAFT)

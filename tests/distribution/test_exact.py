@@ -25,14 +25,14 @@ def build(name: str, target: CausalLM, **more: Any):
 
 
 @cache
-def theirs(path: Path):
+def reference_model(path: Path):
     # eager: in transformers 5.17 the sdpa path leaves out the soft cap of Gemma 2
     return hub.load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def generate(target: CausalLM, prompt: list[int], max_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = theirs(target.path).generate(
+    out = reference_model(target.path).generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
     )
     return out[0, len(prompt) :].tolist()

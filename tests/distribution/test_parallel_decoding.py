@@ -34,7 +34,7 @@ SIZE = 2
 MAX_TOKENS = 12
 K = {"num_speculative_tokens": 3}
 LM = {"method": "draft_model", **K}
-DRAWN = {"draft_sample_method": "probabilistic"}
+SAMPLED = {"draft_sample_method": "probabilistic"}
 
 
 class Moody:
@@ -64,10 +64,10 @@ def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float
     """(speculative_config, temperature, rows); the second model has the ones that look at other parts of it."""
     none = {"method": "none"}
     ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, **K}
-    whole, cut = ({**LM, "model": model, "draft_tensor_parallel_size": size} for size in (1, 2))
+    replicated, cut = ({**LM, "model": model, "draft_tensor_parallel_size": size} for size in (1, 2))
     of_states = {"method": "eagle3", "model": eagle3, **K}
-    match = {"rejection_sample_method": "match", **DRAWN}
-    core = [none, ngram, whole, cut, of_states]
+    match = {"rejection_sample_method": "match", **SAMPLED}
+    core = [none, ngram, replicated, cut, of_states]
     more = [
         {**LM, "model": model},
         {**of_states, "draft_tensor_parallel_size": 1},
@@ -77,20 +77,20 @@ def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float
     ]
     if model != MODELS[0]:
         core = [cut, of_states]
-        more = [none, ngram, whole]
-    greedy = [(own, 0.0, 1) for own in core] + [(own, 0.0, 3) for own in core + more]
-    return greedy + [(own, 0.8, 3) for own in (none, {**cut, **match}, {**of_states, **match})]
+        more = [none, ngram, replicated]
+    greedy = [(settings, 0.0, 1) for settings in core] + [(settings, 0.0, 3) for settings in core + more]
+    return greedy + [(settings, 0.8, 3) for settings in (none, {**cut, **match}, {**of_states, **match})]
 
 
-def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: int, policy: Any = None) -> list[list[int]]:
-    given = {key: value for key, value in given.items() if value is not None}
+def answers(target: CausalLM, settings: dict[str, Any], temperature: float, rows: int, policy: Any = None) -> list[list[int]]:
+    settings = {key: value for key, value in settings.items() if value is not None}
     if target.processes.size == 1:
-        given.pop("draft_tensor_parallel_size", None)
+        settings.pop("draft_tensor_parallel_size", None)
     llm = LLM.__new__(LLM)  # around a target that is there
     llm.target = target
     llm.seed = 0
     llm._counter = iter(range(99))
-    built = SpeculativeConfig(**given).resolve().build(target)
+    built = SpeculativeConfig(**settings).resolve().build(target)
     llm.engine = Engine(target, *built, max_batch_size=rows, prefill_chunk_size=64, policy=policy)
     llm._totals = Totals(target.name, built[0].num_speculative_tokens)
     prompts = [{"prompt_token_ids": ids} for ids in tiny_prompts()[:3]]
@@ -104,24 +104,24 @@ def answers(target: CausalLM, given: dict[str, Any], temperature: float, rows: i
 def work(jobs: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     group = distributed.join(SIZE, torch.device("cpu"))
-    told: dict[str, Any] = {"answers": {}, "same": {}, "bytes": {}}
+    result: dict[str, Any] = {"answers": {}, "same": {}, "bytes": {}}
     for model in MODELS:
         target = LLM(model, dtype="float32", device="cpu", tensor_parallel_size=SIZE).target
-        told["answers"][model] = [answers(target, *case) for case in jobs["cases"][model]]
+        result["answers"][model] = [answers(target, *case) for case in jobs["cases"][model]]
         if model == MODELS[0]:
-            told["adapted"] = answers(target, {**LM, "model": model}, 0.0, 3, Hasty())
-        told["same"][model] = same_bits(target)
-        told["bytes"][model] = target.new_cache().bytes_to_grow(1, 100)
-    told["errors"] = [error_of(lambda own=own: LLM(**own, device="cpu")) for own in jobs["errors"]]
+            result["adapted"] = answers(target, {**LM, "model": model}, 0.0, 3, Hasty())
+        result["same"][model] = same_bits(target)
+        result["bytes"][model] = target.new_cache().bytes_to_grow(1, 100)
+    result["errors"] = [error_of(lambda settings=settings: LLM(**settings, device="cpu")) for settings in jobs["errors"]]
     # without torchrun's name scripts fail as one process does, so that this one goes on
     name = os.environ.pop("TORCHELASTIC_RUN_ID")
-    told["refused"] = [script(arguments) for arguments in jobs["refused"]]
-    told["ran"] = [script(jobs["run"])]
+    result["refused"] = [script(arguments) for arguments in jobs["refused"]]
+    result["ran"] = [script(jobs["run"])]
     if group.is_main:  # as if it had been interrupted
         path = Path(jobs["out_dir"]) / "requests.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]) + '{"id": ')
-    told["ran"].append(script([*jobs["run"], "resume=true"]))
-    (Path(jobs["told"]) / f"{group.rank}.json").write_text(json.dumps(told))
+    result["ran"].append(script([*jobs["run"], "resume=true"]))
+    (Path(jobs["told"]) / f"{group.rank}.json").write_text(json.dumps(result))
     os.environ["TORCHELASTIC_RUN_ID"] = name
     script([*jobs["run"], "resume=true", "seed=1"], catch=False)
 
@@ -135,9 +135,9 @@ def same_bits(target: CausalLM) -> list[bool]:
     out = target.forward(cache, token_BM.flatten(), np.zeros(3, dtype=np.int64), np.full(3, 7), hidden_layers=(1, 4))
     alone = target.forward(cache, token_BM[1], np.zeros(1, dtype=np.int64), np.array([7]), first_row=1, hidden_layers=(1, 4))
     verdicts = []
-    for whole, row in ((out.logits, alone.logits), (out.hidden_NTD, alone.hidden_NTD)):
-        of_all = target.processes.join_rows(whole).chunk(SIZE)
-        verdicts += [torch.equal(of_all[0], of_all[1]), torch.equal(whole[7:14], row)]
+    for expected, row in ((out.logits, alone.logits), (out.hidden_NTD, alone.hidden_NTD)):
+        of_all = target.processes.join_rows(expected).chunk(SIZE)
+        verdicts += [torch.equal(of_all[0], of_all[1]), torch.equal(expected[7:14], row)]
     return [*verdicts, out.logits.shape == (21, target.vocab_size)]
 
 
@@ -207,26 +207,28 @@ def two(jobs: dict[str, Any]) -> tuple[list[dict[str, Any]], Done]:
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_are_those_of_one_process(model: str, jobs: dict[str, Any], two: tuple[list[dict[str, Any]], Done]) -> None:
     """Greedy in float32, and sampled under `match`: the sums' last bits differ, which shows in no token here."""
-    first, second = (told["answers"][model] for told in two[0])
+    first, second = (result["answers"][model] for result in two[0])
     assert first == second, "every process has every answer"
     target = jobs["wholes"][model]
     plain = {temperature: answers(target, {"method": "none"}, temperature, 1) for temperature in (0.0, 0.8)}
     assert plain[0.0] != plain[0.8]
-    for (own, temperature, rows), got in zip(jobs["cases"][model], first, strict=True):
-        assert got == plain[temperature], (own, temperature, rows)
+    for (settings, temperature, rows), got in zip(jobs["cases"][model], first, strict=True):
+        assert got == plain[temperature], (settings, temperature, rows)
     if model == MODELS[0]:
-        assert [told["adapted"] for told in two[0]] == [plain[0.0]] * SIZE
+        assert [result["adapted"] for result in two[0]] == [plain[0.0]] * SIZE
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_states_are_whole_and_the_same_everywhere(model: str, jobs: Any, two: tuple[list[dict[str, Any]], Done]) -> None:
-    for told in two[0]:
-        assert told["same"][model] == [True] * 5
-        assert told["bytes"][model] * SIZE == jobs["wholes"][model].new_cache().bytes_to_grow(1, 100), "each has its own heads"
+    for result in two[0]:
+        assert result["same"][model] == [True] * 5
+        assert result["bytes"][model] * SIZE == jobs["wholes"][model].new_cache().bytes_to_grow(1, 100), (
+            "each has its own heads"
+        )
 
 
 def test_what_cannot_be_cut(two: tuple[list[dict[str, Any]], Done]) -> None:
-    first, second = (told["errors"] for told in two[0])
+    first, second = (result["errors"] for result in two[0])
     assert first == second
     heads, launch, draft, draft_heads, no_model = first
     assert "num_attention_heads=4 and num_key_value_heads=1 must be multiples of 2" in heads
@@ -239,10 +241,10 @@ def test_what_cannot_be_cut(two: tuple[list[dict[str, Any]], Done]) -> None:
 
 
 def test_a_run_is_written_once_and_said_once(jobs: dict[str, Any], two: tuple[list[dict[str, Any]], Done]) -> None:
-    told, done = two
-    for one in told:
-        not_said, no_draft = one["refused"]
-        assert "torchrun has started 2 processes; add tensor_parallel_size=2" in not_said
+    results, done = two
+    for one in results:
+        not_printed, no_draft = one["refused"]
+        assert "torchrun has started 2 processes; add tensor_parallel_size=2" in not_printed
         assert "num_speculative_tokens=0" in no_draft
         assert one["ran"] == [None, None]
     directory = Path(jobs["out_dir"])
@@ -272,9 +274,9 @@ def test_one_process_says_how_to_start_more() -> None:
     assert "\n" not in error
     with pytest.raises(ValueError, match="tensor_parallel_size=0: an integer of at least 1 is needed"):
         LLM("tiny-llama", device="cpu", tensor_parallel_size=0)
-    given = {**LM, "model": "tiny-llama", "draft_tensor_parallel_size": 2}
+    settings = {**LM, "model": "tiny-llama", "draft_tensor_parallel_size": 2}
     with pytest.raises(ValueError, match="draft_tensor_parallel_size=2 must be 1 or the target's tensor_parallel_size=1"):
-        LLM("tiny-llama", device="cpu", speculative_config=given)
+        LLM("tiny-llama", device="cpu", speculative_config=settings)
 
 
 class Apart(distributed.ProcessGroup):
@@ -298,7 +300,7 @@ def test_parts_of_a_layer(way: str, bias: bool) -> None:
     x = torch.randn(4, 6)
     zero = torch.zeros(layer.out_features)
     parts = [tensor_parallel._part(layer, way, "it", Apart(size, rank)) for rank in range(size)]
-    own = x.chunk(size, -1) if way == tensor_parallel.ROWS else [x] * size
+    inputs = x.chunk(size, -1) if way == tensor_parallel.ROWS else [x] * size
     if way == tensor_parallel.COLUMNS:
         got = torch.cat([part(x) for part in parts], -1)
     elif way == tensor_parallel.COLUMNS_GATHERED:
@@ -307,7 +309,7 @@ def test_parts_of_a_layer(way: str, bias: bool) -> None:
         got = got[:, :13] + (layer.bias if bias else zero)
         assert parts[0].bias is layer.bias
     else:
-        got = sum(part(mine) for part, mine in zip(parts, own, strict=True)) - (size - 1) * (layer.bias if bias else zero)
+        got = sum(part(mine) for part, mine in zip(parts, inputs, strict=True)) - (size - 1) * (layer.bias if bias else zero)
     torch.testing.assert_close(got, layer(x))
     if way != tensor_parallel.COLUMNS_GATHERED:
         with pytest.raises(ValueError, match=r"tensor_parallel_size=5: the \d+ columns of it are no multiple of it"):

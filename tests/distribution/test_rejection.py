@@ -1,8 +1,8 @@
 """Verification schemes and sampling, held against exact vectors and slow references.
 
-The vectors are tests/vectors/verification.json. Exact laws come from bisecting the uniforms (tests/support/distributions.py),
-so most comparisons are to 1e-12. The simulations beside them see what the exact laws take for granted: that
-each position looks at its own uniform alone.
+The vectors are tests/vectors/verification.json. Exact distributions come from bisecting the uniforms
+(tests/support/distributions.py), so most comparisons are to 1e-12. The simulations beside them check what the exact
+distributions take for granted: that each position looks at its own uniform alone.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from specdec.rejection import build, match, standard, synthetic
 from specdec.sampling import DRAFT, VERIFY, apply_penalties, inverse_cdf, one_hot, probs, uniforms
 from support.distributions import (
     ALMOST_ONE,
-    Law,
+    Distribution,
     Table,
-    acceptance_law,
-    accepted_law,
+    acceptance_distribution,
     all_drafts,
     chi_square,
     complete,
     completed_joint,
-    emitted_law,
-    extra_law,
+    emitted_distribution,
+    extra_token_distribution,
     fits,
     lookup,
+    num_accepted_distribution,
     sequences,
     simulate,
     table,
@@ -46,7 +46,7 @@ from support.distributions import (
     thresholds,
     tv,
     vectors,
-    verdict_law,
+    verdict_distribution,
 )
 
 VECTORS = vectors()
@@ -73,7 +73,7 @@ def double(values: Any) -> Tensor:
 
 
 def rows_of(entries: list[dict[str, Any]]) -> Tensor:
-    """[1, n, V] laws that a vector lists row by row."""
+    """[1, n, V] distributions that a vector lists row by row."""
     return double([entry["val"] for entry in entries]).unsqueeze(0)
 
 
@@ -85,14 +85,14 @@ def noise(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
-def random_laws(generator: torch.Generator, *shape: int, sharpness: float = 1.5) -> Tensor:
-    """float64 laws, some near uniform and some near one-hot."""
+def random_probs(generator: torch.Generator, *shape: int, sharpness: float = 1.5) -> Tensor:
+    """float64 distributions, some near uniform and some near one-hot."""
     logits = sharpness * torch.randn(shape, generator=generator, dtype=torch.float64)
     return (logits * (2 * noise(generator, *shape[:-1], 1))).softmax(-1)
 
 
 def sweep(verify: Any, draft: Draft, p_BJV: Tensor, u_K: list[float], points: int = 12_000) -> Tensor:
-    """[V] the law of a single draft's extra token, read off midpoints of u[:, K]; exact to 1 / points."""
+    """[V] the distribution of a single draft's extra token, read off midpoints of u[:, K]; exact to 1 / points."""
     u_NJ = double([*u_K, 0.0]).repeat(points, 1)
     u_NJ[:, -1] = (torch.arange(points) + 0.5) / points
     repeat = Draft(
@@ -116,17 +116,17 @@ def visible(scheme: str, threshold_K: list[float]) -> list[bool]:
 def assert_thresholds(scheme: str, draft: Draft, p_BJV: Tensor, threshold_K: list[float]) -> None:
     """Decisions flip exactly at the given thresholds: found by bisection, then confirmed on both sides."""
     verify = build(scheme)
-    found_K = thresholds(verify, draft, p_BJV)[0].tolist()
+    measured_K = thresholds(verify, draft, p_BJV)[0].tolist()
     for i, seen in enumerate(visible(scheme, threshold_K)):
         if not seen:
             continue
-        found = found_K[i]
+        measured = measured_K[i]
         wanted = threshold_K[i]
-        assert abs(found - wanted) <= EXACT
+        assert abs(measured - wanted) <= EXACT
         # not at ALMOST_ONE: a threshold of 1 may be that number after rounding
         for u in (0.0, wanted - 1e-9, wanted + 1e-9, (1 + wanted) / 2):
             if 0 <= u < 1:
-                u_J = [0.0] * i + [u] + [ALMOST_ONE] * (len(found_K) - i)
+                u_J = [0.0] * i + [u] + [ALMOST_ONE] * (len(measured_K) - i)
                 assert (int(verify(draft, p_BJV, double([u_J])).num_accepted_B) > i) == (u < wanted)
 
 
@@ -147,20 +147,20 @@ def one_hot_rows(q_table: Table) -> bool:
 
 
 @functools.cache
-def chain_law(name: str, scheme: str, deterministic: bool = False) -> Law:
+def chain_distribution(name: str, scheme: str, deterministic: bool = False) -> Distribution:
     case = CHAIN[name]
     p_table = table(case["p"])
     q_table = table(case["q"])
-    return emitted_law(build(scheme), p_table, q_table, case["vocab"], case["gamma"], deterministic)
+    return emitted_distribution(build(scheme), p_table, q_table, case["vocab"], case["gamma"], deterministic)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", CHAIN_CASES)
-def test_chain_exact_law(case: dict[str, Any], scheme: str) -> None:
+def test_chain_exact_distribution(case: dict[str, Any], scheme: str) -> None:
     wanted = case["schemes"][scheme]
     gamma = case["gamma"]
-    law = chain_law(case["name"], scheme)
-    tau = accepted_law(law, gamma)
+    distribution = chain_distribution(case["name"], scheme)
+    tau = num_accepted_distribution(distribution, gamma)
     survival = tau.flip(0).cumsum(0).flip(0)  # P(tau >= i)
     assert close(tau, wanted["tau_probs"]["val"])
     assert close(survival[1:], wanted["unconditional_acceptance"]["val"])
@@ -169,7 +169,7 @@ def test_chain_exact_law(case: dict[str, Any], scheme: str) -> None:
     for i, conditional in enumerate(wanted["conditional_acceptance"]):
         if conditional is not None:
             assert close(survival[i + 1] / survival[i], conditional["val"])
-    emitted = {",".join(map(str, tokens)): weight for (_, tokens), weight in law.items()}
+    emitted = {",".join(map(str, tokens)): weight for (_, tokens), weight in distribution.items()}
     assert emitted.keys() == wanted["emitted"].keys()
     for tokens, entry in wanted["emitted"].items():
         assert close(emitted[tokens], entry["val"])
@@ -181,7 +181,7 @@ def test_chain_exactly_lossless(case: dict[str, Any], scheme: str) -> None:
     p_table = table(case["p"])
     vocab = case["vocab"]
     length = case["gamma"] + 1
-    joint = completed_joint(chain_law(case["name"], scheme), p_table, vocab, length)
+    joint = completed_joint(chain_distribution(case["name"], scheme), p_table, vocab, length)
     assert case["schemes"][scheme]["output_is_target"]
     assert close(joint, target_joint(p_table, vocab, length))
 
@@ -223,7 +223,7 @@ def test_chain_thresholds_of_each_path(case: dict[str, Any], scheme: str) -> Non
         threshold_K = path["accept_probs" if scheme == "standard" else "h_i"]["val"]
         p_BJV = table_rows(p_table, tokens).unsqueeze(0)
         assert_thresholds(scheme, draft, p_BJV, threshold_K)
-        assert close(acceptance_law(build(scheme), draft, p_BJV)[0], path["tau_probs"]["val"])
+        assert close(acceptance_distribution(build(scheme), draft, p_BJV)[0], path["tau_probs"]["val"])
 
 
 @parametrize("case", CHAIN_CASES)
@@ -232,7 +232,7 @@ def test_chain_block_accepts_by_the_cumulative_ratio(case: dict[str, Any]) -> No
     mean_K = torch.zeros(case["gamma"], dtype=torch.float64)
     for path in case["schemes"]["block"]["paths"]:
         mean_K += path["q_prob"]["val"] * double(path["p_i"]["val"])
-    survival = accepted_law(chain_law(case["name"], "block"), case["gamma"]).flip(0).cumsum(0).flip(0)
+    survival = num_accepted_distribution(chain_distribution(case["name"], "block"), case["gamma"]).flip(0).cumsum(0).flip(0)
     assert close(survival[1:], mean_K)
 
 
@@ -252,7 +252,7 @@ def test_chain_residuals_of_each_path(case: dict[str, Any], scheme: str) -> None
             if reached > 0:
                 u_K = steering(gamma, tau)
                 assert int(verify(draft, p_BJV, double([[*u_K, 0.5]])).num_accepted_B) == tau
-                assert close(extra_law(verify, draft, p_BJV, double([u_K]))[0], row["val"])
+                assert close(extra_token_distribution(verify, draft, p_BJV, double([u_K]))[0], row["val"])
 
 
 @parametrize("case", CHAIN_CASES)
@@ -260,7 +260,7 @@ def test_chain_order_of_schemes(case: dict[str, Any]) -> None:
     """standard <= block <= the joint overlap of p and q, which nothing lossless can pass."""
     expected = {}
     for scheme in SCHEMES:
-        tau = accepted_law(chain_law(case["name"], scheme), case["gamma"])
+        tau = num_accepted_distribution(chain_distribution(case["name"], scheme), case["gamma"])
         expected[scheme] = float((tau * torch.arange(case["gamma"] + 1)).sum())
     assert expected["standard"] <= expected["block"] + EXACT
     assert expected["block"] <= case["joint_overlap_upper_bound"]["total"]["val"] + EXACT
@@ -270,10 +270,10 @@ def test_chain_order_of_schemes(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @parametrize("case", [case for case in CHAIN_CASES if one_hot_rows(table(case["q"]))])
 def test_chain_one_hot_q_may_be_left_out(case: dict[str, Any], scheme: str) -> None:
-    told = chain_law(case["name"], scheme)
-    untold = chain_law(case["name"], scheme, deterministic=True)
-    assert told.keys() == untold.keys()
-    assert all(close(told[key], untold[key]) for key in told)
+    with_q = chain_distribution(case["name"], scheme)
+    untold = chain_distribution(case["name"], scheme, deterministic=True)
+    assert with_q.keys() == untold.keys()
+    assert all(close(with_q[key], untold[key]) for key in with_q)
 
 
 # Deterministic drafts: q is None
@@ -289,7 +289,7 @@ def test_deterministic_case(case: dict[str, Any], scheme: str) -> None:
     p_BJV = rows_of(case["p_rows"])
     verify = build(scheme)
     assert_thresholds(scheme, draft, p_BJV, case["accept_probs" if scheme == "standard" else "h_i"]["val"])
-    tau = acceptance_law(verify, draft, p_BJV)[0]
+    tau = acceptance_distribution(verify, draft, p_BJV)[0]
     assert close(tau, case["tau_probs"]["val"])
     assert close((tau * torch.arange(len(tau))).sum(), case["expected_accepted"]["val"])
     survival = tau.flip(0).cumsum(0).flip(0)
@@ -297,15 +297,16 @@ def test_deterministic_case(case: dict[str, Any], scheme: str) -> None:
     for num_accepted, row in enumerate(case["residuals"]):
         u_K = steering(len(case["draft"]), num_accepted)
         assert int(verify(draft, p_BJV, double([[*u_K, 0.5]])).num_accepted_B) == num_accepted
-        assert close(extra_law(verify, draft, p_BJV, double([u_K]))[0], row["val"])
+        assert close(extra_token_distribution(verify, draft, p_BJV, double([u_K]))[0], row["val"])
         assert close(sweep(verify, draft, p_BJV, u_K), row["val"], 1 / 12_000)
 
 
 @parametrize("case", DETERMINISTIC)
-def test_deterministic_match_has_the_same_law(case: dict[str, Any]) -> None:
+def test_deterministic_match_has_the_same_distribution(case: dict[str, Any]) -> None:
     draft = one_draft(case["draft"])
     p_BJV = rows_of(case["p_rows"])
-    num_draft, points = len(case["draft"]), 60  # every edge of these laws falls between two midpoints
+    num_draft = len(case["draft"])
+    points = 60  # every edge of these distributions falls between two midpoints
     grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     u_NK = torch.cartesian_prod(*[grid] * num_draft).reshape(-1, num_draft)
     u_NJ = torch.nn.functional.pad(u_NK, (0, 1), value=0.5)
@@ -320,16 +321,16 @@ def test_deterministic_block_equals_standard(case: dict[str, Any]) -> None:
     draft = one_draft(case["draft"])
     p_BJV = rows_of(case["p_rows"])
     assert case["block_equals_standard"]
-    laws = [verdict_law(build(scheme), draft, p_BJV) for scheme in SCHEMES]
-    assert close(laws[0], laws[1])
+    distributions = [verdict_distribution(build(scheme), draft, p_BJV) for scheme in SCHEMES]
+    assert close(distributions[0], distributions[1])
 
 
-def test_deterministic_block_equals_standard_on_random_laws() -> None:
+def test_deterministic_block_equals_standard_on_random_distributions() -> None:
     generator = torch.Generator().manual_seed(3)
-    p_BJV = random_laws(generator, 100, 5, 4)
+    p_BJV = random_probs(generator, 100, 5, 4)
     draft = Draft(torch.randint(4, (100, 4), generator=generator), torch.full((100,), 4))
-    laws = [verdict_law(build(scheme), draft, p_BJV) for scheme in SCHEMES]
-    assert close(laws[0], laws[1])
+    distributions = [verdict_distribution(build(scheme), draft, p_BJV) for scheme in SCHEMES]
+    assert close(distributions[0], distributions[1])
 
 
 # Injected uniforms
@@ -345,7 +346,7 @@ def test_injected_uniforms(case: dict[str, Any], scheme: str) -> None:
     assert int(verify(draft, p_BJV, double([[*case["uniforms"], 0.5]])).num_accepted_B) == wanted["tau"]
     assert_thresholds(scheme, draft, p_BJV, wanted["thresholds"]["val"])
     assert close(sweep(verify, draft, p_BJV, case["uniforms"]), wanted["next_token_dist"]["val"], 1 / 12_000)
-    extra = extra_law(verify, draft, p_BJV, double([case["uniforms"]]))
+    extra = extra_token_distribution(verify, draft, p_BJV, double([case["uniforms"]]))
     assert close(extra[0], wanted["next_token_dist"]["val"])
 
 
@@ -369,8 +370,8 @@ def test_exact_match_case(case: dict[str, Any]) -> None:
     greedy = match_acceptance(p, int(np.argmax(q)))
     assert close(greedy, case["accept_match_greedy_draft"]["val"], 1 / 6_000)
     for scheme in SCHEMES:
-        law = emitted_law(build(scheme), {(): p, **{(v,): p for v in range(len(p))}}, {(): q}, len(p), 1)
-        assert close(accepted_law(law, 1)[1], case["accept_standard"]["val"])
+        distribution = emitted_distribution(build(scheme), {(): p, **{(v,): p for v in range(len(p))}}, {(): q}, len(p), 1)
+        assert close(num_accepted_distribution(distribution, 1)[1], case["accept_standard"]["val"])
 
 
 @pytest.mark.parametrize("with_q", [False, True])
@@ -381,7 +382,7 @@ def test_match_equals_plain_sampling_token_for_token(with_q: bool) -> None:
     num_draft = 4
     rows = 4_000
     p_table = {
-        tuple(prefix): random_laws(generator, vocab).tolist()
+        tuple(prefix): random_probs(generator, vocab).tolist()
         for length in range(num_draft + 1)
         for prefix in sequences(vocab, length).tolist()
     }
@@ -395,7 +396,7 @@ def test_match_equals_plain_sampling_token_for_token(with_q: bool) -> None:
     agree_BK = noise(generator, rows, num_draft) < 0.6  # so that every number of accepted tokens occurs
     token_BK = torch.where(agree_BK, plain_BJ[:, :-1], token_BK)
     length_B = torch.randint(num_draft + 1, (rows,), generator=generator)
-    q_BKV = random_laws(generator, rows, num_draft, vocab) if with_q else None
+    q_BKV = random_probs(generator, rows, num_draft, vocab) if with_q else None
     verdict = build("match")(Draft(token_BK, length_B, q_BKV), lookup(p_table, token_BK), u_BJ)
     emitted_BJ = complete(token_BK, verdict, p_table, u_BJ)
     assert torch.equal(emitted_BJ, plain_BJ)
@@ -418,7 +419,7 @@ def rates_id(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize("with_q", [False, True])
 @pytest.mark.parametrize("case", SYNTHETIC_RATES, ids=rates_id)
 def test_synthetic_case(case: dict[str, Any], with_q: bool, temperature: str) -> None:
-    """The law of acceptance is what was asked for, whatever the target says and however tokens were drawn."""
+    """The distribution of acceptance is what was asked for, whatever the target says and however tokens were drawn."""
     rates = case["unconditional"]["val"]
     conditional = case["conditional"]["val"]
     assert close(synthetic.conditional(rates), conditional)
@@ -426,22 +427,22 @@ def test_synthetic_case(case: dict[str, Any], with_q: bool, temperature: str) ->
     generator = torch.Generator().manual_seed(5)
     rows = 20
     vocab = 5
-    p_BJV = random_laws(generator, rows, len(rates) + 1, vocab)
+    p_BJV = random_probs(generator, rows, len(rates) + 1, vocab)
     argmax_BJ = p_BJV.argmax(-1)
     if temperature == "zero":
         p_BJV = one_hot(argmax_BJ, vocab).double()
-    q_BKV = random_laws(generator, rows, len(rates), vocab)
+    q_BKV = random_probs(generator, rows, len(rates), vocab)
     token_BK = torch.randint(vocab, (rows, len(rates)), generator=generator)
     draft = Draft(token_BK, torch.full((rows,), len(rates)), q_BKV if with_q else None)
-    law_BJV = verdict_law(verify, draft, p_BJV)
-    tau_BJ = law_BJV.sum(-1)
+    mass_BJV = verdict_distribution(verify, draft, p_BJV)
+    tau_BJ = mass_BJV.sum(-1)
     assert close(tau_BJ, double(case["tau_probs"]["val"]).expand(rows, -1))
     expected = (tau_BJ[0] * torch.arange(len(rates) + 1)).sum()
     assert close(expected, case["expected_accepted"]["val"])
     assert close(expected + 1, case["mean_acceptance_length"]["val"])
     if temperature == "zero":
         # the extra token is the argmax
-        assert close(law_BJV.gather(-1, argmax_BJ.unsqueeze(-1)).squeeze(-1), tau_BJ)
+        assert close(mass_BJV.gather(-1, argmax_BJ.unsqueeze(-1)).squeeze(-1), tau_BJ)
 
 
 @pytest.mark.parametrize("case", SYNTHETIC_LENGTHS, ids=rates_id)
@@ -488,7 +489,7 @@ def test_synthetic_short_drafts_keep_the_first_rates() -> None:
     p_BJV = double([[[0.25, 0.75]] * 3] * 2)
     draft = Draft(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([2, 1]))
     wanted = [[0.1, 0.3, 0.6], [0.1, 0.9, 0.0]]
-    assert close(acceptance_law(verify, draft, p_BJV), wanted)
+    assert close(acceptance_distribution(verify, draft, p_BJV), wanted)
 
 
 @pytest.mark.parametrize(
@@ -542,8 +543,8 @@ LOW_CONFIDENCE = 0.35
 HIGH_ENTROPY = 1.5  # bits
 
 
-def entropy(law: list[float]) -> float:
-    return -sum(weight * math.log2(weight) for weight in law if weight > 0)
+def entropy(distribution: list[float]) -> float:
+    return -sum(weight * math.log2(weight) for weight in distribution if weight > 0)
 
 
 def stop_after_low_conf_token(path: tuple[int, ...]) -> int:
@@ -566,7 +567,7 @@ def no_draft_at_all(path: tuple[int, ...]) -> int:
     return 0
 
 
-def trim_drawn_token_itself(path: tuple[int, ...]) -> int:
+def prune_at_the_token_itself(path: tuple[int, ...]) -> int:
     """Forbidden: a token is dropped for its own probability, so what is verified is no sample of q."""
     return trimmed(path, LOW_CONFIDENCE)
 
@@ -580,7 +581,7 @@ def trimmed(path: tuple[int, ...], floor: float) -> int:
 
 LENGTH_RULES = {
     rule.__name__: rule
-    for rule in (stop_after_low_conf_token, stop_on_prefix_entropy, no_draft_at_all, trim_drawn_token_itself)
+    for rule in (stop_after_low_conf_token, stop_on_prefix_entropy, no_draft_at_all, prune_at_the_token_itself)
 }
 
 
@@ -588,10 +589,10 @@ LENGTH_RULES = {
 def test_variable_length_exact(case: dict[str, Any]) -> None:
     gamma = case["gamma_max"]
     rule = LENGTH_RULES[case["name"]]
-    law = emitted_law(build(case["scheme"]), P_CONTEXT, Q_CONTEXT, 3, gamma, length=rule)
-    tau = accepted_law(law, gamma)
+    distribution = emitted_distribution(build(case["scheme"]), P_CONTEXT, Q_CONTEXT, 3, gamma, length=rule)
+    tau = num_accepted_distribution(distribution, gamma)
     assert close((tau * torch.arange(gamma + 1)).sum(), case["expected_accepted"]["val"])
-    joint = completed_joint(law, P_CONTEXT, 3, gamma + 1)
+    joint = completed_joint(distribution, P_CONTEXT, 3, gamma + 1)
     wanted = target_joint(P_CONTEXT, 3, gamma + 1)
     if case["output_is_target"]:
         assert close(joint, wanted)
@@ -626,8 +627,8 @@ def test_one_hot_drafts_may_be_trimmed_by_any_rule() -> None:
 
         draft, _ = all_drafts(q_table, 3, 3, one_hot=True, length=rule)
         lengths.add(int(draft.length_B))
-        law = emitted_law(build(scheme), P_CONTEXT, q_table, 3, 3, one_hot=True, length=rule)
-        assert close(completed_joint(law, P_CONTEXT, 3, 4), wanted)
+        distribution = emitted_distribution(build(scheme), P_CONTEXT, q_table, 3, 3, one_hot=True, length=rule)
+        assert close(completed_joint(distribution, P_CONTEXT, 3, 4), wanted)
     assert len(lengths) > 1
 
 
@@ -655,8 +656,8 @@ def block_thresholds(draft: Draft, p_BJV: Tensor, prefix_BK: Tensor) -> Tensor:
     """[B, K] h_i for full-length probabilistic drafts."""
     inside_BK = prefix_BK[:, :-1]
     mass_BK = (inside_BK.unsqueeze(-1) * p_BJV[:, 1:-1] - draft.q_BKV[:, 1:]).clamp(min=0).sum(-1)
-    whole_BK = mass_BK + 1 - inside_BK
-    h_BK = torch.where(whole_BK > 0, mass_BK / whole_BK, 1.0)
+    upper_BK = mass_BK + 1 - inside_BK
+    h_BK = torch.where(upper_BK > 0, mass_BK / upper_BK, 1.0)
     return torch.cat([h_BK, prefix_BK[:, -1:]], 1)
 
 
@@ -746,7 +747,7 @@ MUTANTS = {
     "block_residual_without_p_tau_toy": block_residual_without_p_tau,
     "block_residual_without_p_tau_v4": block_residual_without_p_tau,
 }
-# whose acceptance at a position looks at the uniforms of others, so that there is no exact law by bisection
+# whose acceptance at a position looks at the uniforms of others, so that there is no exact distribution by bisection
 ENTANGLED = "product_of_uniforms_toy_g2"
 
 
@@ -766,12 +767,12 @@ def test_every_negative_case_has_its_mutant() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NEGATIVE if name != ENTANGLED])
-def test_mutant_has_the_law_of_the_vectors(name: str) -> None:
+def test_mutant_has_the_distribution_of_the_vectors(name: str) -> None:
     """So each mutant makes the mistake that its name says, and no other."""
     case = NEGATIVE[name]
     p_table, q_table, vocab, gamma = negative_tables(case)
-    law = emitted_law(MUTANTS[name], p_table, q_table, vocab, gamma)
-    joint = completed_joint(law, p_table, vocab, gamma + 1)
+    distribution = emitted_distribution(MUTANTS[name], p_table, q_table, vocab, gamma)
+    joint = completed_joint(distribution, p_table, vocab, gamma + 1)
     wanted = target_joint(p_table, vocab, gamma + 1)
     marginals = [(joint.reshape(vocab**n, -1).sum(1), wanted.reshape(vocab**n, -1).sum(1)) for n in (1, 2)]
     assert close(marginals[0][0], case["first_token"]["val"])
@@ -782,7 +783,7 @@ def test_mutant_has_the_law_of_the_vectors(name: str) -> None:
         assert close(tv(joint, wanted), case["tv_joint"]["val"])
 
 
-def test_mutant_product_of_uniforms_has_the_law_of_the_vectors() -> None:
+def test_mutant_product_of_uniforms_has_the_distribution_of_the_vectors() -> None:
     case = NEGATIVE[ENTANGLED]
     rows = 1_000_000
     p_table, q_table, vocab, gamma = negative_tables(case)
@@ -803,13 +804,13 @@ def test_mutant_product_of_uniforms_has_the_law_of_the_vectors() -> None:
 @pytest.mark.parametrize("name", NEGATIVE)
 def test_ours_are_exactly_lossless_where_mutants_are_not(name: str, scheme: str) -> None:
     p_table, q_table, vocab, gamma = negative_tables(NEGATIVE[name])
-    law = emitted_law(build(scheme), p_table, q_table, vocab, gamma)
-    assert close(completed_joint(law, p_table, vocab, gamma + 1), target_joint(p_table, vocab, gamma + 1))
+    distribution = emitted_distribution(build(scheme), p_table, q_table, vocab, gamma)
+    assert close(completed_joint(distribution, p_table, vocab, gamma + 1), target_joint(p_table, vocab, gamma + 1))
 
 
 @pytest.mark.parametrize("name", NEGATIVE)
 def test_chi_square_tells_a_mutant_from_ours(name: str) -> None:
-    """One test, both ways: ours pass on the tables of the case, the mutant fails if its joint law is off."""
+    """One test, both ways: ours pass on the tables of the case, the mutant fails if its joint distribution is off."""
     p_table, q_table, vocab, gamma = negative_tables(NEGATIVE[name])
     wanted = target_joint(p_table, vocab, gamma + 1)
     for scheme in SCHEMES:
@@ -823,12 +824,12 @@ def test_chi_square_tells_a_mutant_from_ours(name: str) -> None:
 
 
 def test_residual_without_p_tau_is_not_detectable_over_two_tokens() -> None:
-    """The mutant and ours agree in the law of every draft's verdict: both residuals are on one token."""
+    """The mutant and ours agree in the distribution of every draft's verdict: both residuals are on one token."""
     p_table, q_table, vocab, gamma = negative_tables(NEGATIVE["block_residual_without_p_tau_toy"])
     draft, _ = all_drafts(q_table, vocab, gamma)
     p_BJV = lookup(p_table, draft.token_BK)
-    ours = verdict_law(build("block"), draft, p_BJV)
-    assert close(ours, verdict_law(block_residual_without_p_tau, draft, p_BJV))
+    ours = verdict_distribution(build("block"), draft, p_BJV)
+    assert close(ours, verdict_distribution(block_residual_without_p_tau, draft, p_BJV))
 
 
 def test_injected_uniforms_catch_a_residual_without_p_tau() -> None:
@@ -841,18 +842,18 @@ def test_injected_uniforms_catch_a_residual_without_p_tau() -> None:
     draft = one_draft([2, 2], table_rows(q_table, [2]).unsqueeze(0))
     p_BJV = table_rows(p_table, [2, 2]).unsqueeze(0)
     u_K = [0.0, 0.9]
-    laws = ((build("block"), [0, 1, 0, 0]), (block_residual_without_p_tau, [0.25, 0.75, 0, 0]))
-    for verify, wanted in laws:
+    distributions = ((build("block"), [0, 1, 0, 0]), (block_residual_without_p_tau, [0.25, 0.75, 0, 0]))
+    for verify, wanted in distributions:
         assert int(verify(draft, p_BJV, double([[*u_K, 0.5]])).num_accepted_B) == 1
         assert close(sweep(verify, draft, p_BJV, u_K), wanted, 1 / 12_000)
-        assert close(extra_law(verify, draft, p_BJV, double([u_K]))[0], wanted)
+        assert close(extra_token_distribution(verify, draft, p_BJV, double([u_K]))[0], wanted)
 
 
 def test_block_equals_the_open_reference() -> None:
     """The readable block above, and ours: the same verdict for the same uniforms."""
     generator = torch.Generator().manual_seed(9)
-    p_BJV = random_laws(generator, 50_000, 5, 4)
-    q_BKV = random_laws(generator, 50_000, 4, 4)
+    p_BJV = random_probs(generator, 50_000, 5, 4)
+    q_BKV = random_probs(generator, 50_000, 4, 4)
     token_BK = inverse_cdf(q_BKV, noise(generator, 50_000, 4))
     draft = Draft(token_BK, torch.full((50_000,), 4), q_BKV)
     u_BJ = noise(generator, 50_000, 5)
@@ -875,10 +876,10 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
         table_B = torch.arange(tables).repeat_interleave(num_paths)
         p_rows = []
         q_rows = []
-        for i in range(gamma + 1):  # one law per prefix of a table, for all the paths that begin with it
+        for i in range(gamma + 1):  # one distribution per prefix of a table, for all the paths that begin with it
             prefix_B = torch.arange(num_paths).repeat(tables) // vocab ** (gamma - i)
-            p_rows.append(random_laws(generator, tables, vocab**i, vocab)[table_B, prefix_B])
-            q_rows.append(random_laws(generator, tables, vocab**i, vocab)[table_B, prefix_B])
+            p_rows.append(random_probs(generator, tables, vocab**i, vocab)[table_B, prefix_B])
+            q_rows.append(random_probs(generator, tables, vocab**i, vocab)[table_B, prefix_B])
         p_BJV = torch.stack(p_rows, 1)
         q_BKV = torch.stack(q_rows[:-1], 1)
         draft = Draft(token_BK, torch.full((len(token_BK),), gamma), q_BKV)
@@ -889,7 +890,7 @@ def test_block_accepts_at_least_as_much_as_standard() -> None:
 
         accepted = {}
         for scheme in SCHEMES:
-            tau_BJ = acceptance_law(build(scheme), draft, p_BJV)
+            tau_BJ = acceptance_distribution(build(scheme), draft, p_BJV)
             accepted[scheme] = mean((tau_BJ * torch.arange(gamma + 1)).sum(-1))
         bound = mean(block_prefix(draft, p_BJV).sum(-1))
         assert bool((accepted["block"] >= accepted["standard"] - EXACT).all())
@@ -903,8 +904,8 @@ def ragged_batch(seed: int) -> tuple[Draft, Tensor, Tensor]:
     num_draft = 4
     vocab = 5
     generator = torch.Generator().manual_seed(seed)
-    p_BJV = random_laws(generator, rows, num_draft + 1, vocab)
-    q_BKV = random_laws(generator, rows, num_draft, vocab)
+    p_BJV = random_probs(generator, rows, num_draft + 1, vocab)
+    q_BKV = random_probs(generator, rows, num_draft, vocab)
     token_BK = inverse_cdf(q_BKV, noise(generator, rows, num_draft))
     length_B = torch.arange(rows) % (num_draft + 1)
     padding_BK = torch.arange(num_draft) >= length_B.unsqueeze(-1)
@@ -950,7 +951,7 @@ def test_verdict_does_not_depend_on_batch_mates(verify: Any) -> None:
 @pytest.mark.parametrize("verify", verifiers(), ids=lambda verify: verify.name)
 def test_nothing_drafted_is_plain_sampling(verify: Any) -> None:
     generator = torch.Generator().manual_seed(13)
-    p_BJV = random_laws(generator, 1_000, 1, 7)
+    p_BJV = random_probs(generator, 1_000, 1, 7)
     u_BJ = noise(generator, 1_000, 1)
     draft = Draft(torch.empty(1_000, 0, dtype=torch.int64), torch.zeros(1_000, dtype=torch.int64))
     verdict = verify(draft, p_BJV, u_BJ)
@@ -967,7 +968,7 @@ def test_greedy_target_takes_the_longest_match(scheme: str, with_q: bool) -> Non
     num_draft = 4
     vocab = 6
     argmax_BJ = torch.randint(vocab, (rows, num_draft + 1), generator=generator)
-    q_BKV = random_laws(generator, rows, num_draft, vocab)
+    q_BKV = random_probs(generator, rows, num_draft, vocab)
     token_BK = inverse_cdf(q_BKV, noise(generator, rows, num_draft))
     token_BK = torch.where(noise(generator, rows, num_draft) < 0.7, argmax_BJ[:, :-1], token_BK)
     length_B = torch.randint(num_draft + 1, (rows,), generator=generator)
@@ -997,25 +998,25 @@ def test_residual_without_mass_falls_back_to_p() -> None:
 @pytest.mark.parametrize("with_q", [False, True])
 @pytest.mark.parametrize("scheme", LOSSLESS)
 def test_token_without_mass_is_never_emitted(scheme: str, with_q: bool) -> None:
-    """Half of each law is 0 in turn, at uniforms of 0, just below 1, and between."""
+    """Half of each distribution is 0 in turn, at uniforms of 0, just below 1, and between."""
     generator = torch.Generator().manual_seed(15)
     rows = 20_000
     num_draft = 3
     vocab = 6
-    p_BJV = random_laws(generator, rows, num_draft + 1, vocab)
+    p_BJV = random_probs(generator, rows, num_draft + 1, vocab)
     p_BJV = p_BJV * (noise(generator, *p_BJV.shape) < 0.5)
     p_BJV[..., 2] += 1e-3
     p_BJV = p_BJV / p_BJV.sum(-1, keepdim=True)
-    q_BKV = random_laws(generator, rows, num_draft, vocab)
+    q_BKV = random_probs(generator, rows, num_draft, vocab)
     token_BK = inverse_cdf(q_BKV, noise(generator, rows, num_draft))
     u_BJ = noise(generator, rows, num_draft + 1)
     edge_BJ = torch.randint(3, u_BJ.shape, generator=generator)
     u_BJ = torch.where(edge_BJ == 0, 0.0, torch.where(edge_BJ == 1, ALMOST_ONE, u_BJ))
     draft = Draft(token_BK, torch.full((rows,), num_draft), q_BKV if with_q else None)
     verdict = build(scheme)(draft, p_BJV, u_BJ)
-    stands_BK = torch.arange(num_draft) < verdict.num_accepted_B.unsqueeze(-1)
+    accepted_BK = torch.arange(num_draft) < verdict.num_accepted_B.unsqueeze(-1)
     p_BK = p_BJV[:, :-1].gather(-1, token_BK.unsqueeze(-1)).squeeze(-1)
-    assert bool((p_BK[stands_BK] > 0).all())
+    assert bool((p_BK[accepted_BK] > 0).all())
     assert bool((p_BJV[torch.arange(rows), verdict.num_accepted_B, verdict.token_B] > 0).all())
 
 
@@ -1035,7 +1036,7 @@ def test_uniform_of_zero_does_not_accept_the_impossible(scheme: str, with_q: boo
 
 @pytest.mark.parametrize("u", [0.0, 0.5, ALMOST_ONE])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_token_that_only_the_target_gives_mass_stands(scheme: str, u: float) -> None:
+def test_token_that_only_the_target_gives_mass_is_accepted(scheme: str, u: float) -> None:
     """x ~ q cannot have q(x) = 0, but rounding may: p / q is then infinite, not an error."""
     draft = one_draft([2], double([[[0.5, 0.5, 0.0]]]))
     verdict = build(scheme)(draft, double([[[0.6, 0.2, 0.2]] * 2]), double([[u, 0.5]]))
@@ -1054,8 +1055,8 @@ def test_token_that_nobody_gives_mass_falls(scheme: str, u: float) -> None:
 def test_uniforms_just_below_one(scheme: str) -> None:
     """They refuse all that can be refused: what stands is liked by the target as by the drafter."""
     generator = torch.Generator().manual_seed(16)
-    p_BJV = random_laws(generator, 5_000, 2, 4)
-    q_BKV = random_laws(generator, 5_000, 1, 4)
+    p_BJV = random_probs(generator, 5_000, 2, 4)
+    q_BKV = random_probs(generator, 5_000, 1, 4)
     draft = Draft(inverse_cdf(q_BKV, noise(generator, 5_000, 1)), torch.ones(5_000, dtype=torch.int64), q_BKV)
     u_BJ = torch.full((5_000, 2), ALMOST_ONE, dtype=torch.float64)
     verdict = build(scheme)(draft, p_BJV, u_BJ)
@@ -1066,7 +1067,7 @@ def test_uniforms_just_below_one(scheme: str) -> None:
 
 @pytest.mark.parametrize("scale", [1 - 1e-6, 1 + 1e-6])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_float32_laws_that_do_not_quite_sum_to_one(scheme: str, scale: float) -> None:
+def test_float32_probs_that_do_not_quite_sum_to_one(scheme: str, scale: float) -> None:
     verify = build(scheme)
 
     def rounded(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
@@ -1077,10 +1078,10 @@ def test_float32_laws_that_do_not_quite_sum_to_one(scheme: str, scale: float) ->
         p_table = table(case["p"])
         vocab = case["vocab"]
         gamma = case["gamma"]
-        law = emitted_law(rounded, p_table, table(case["q"]), vocab, gamma)
-        joint = completed_joint(law, p_table, vocab, gamma + 1)
+        distribution = emitted_distribution(rounded, p_table, table(case["q"]), vocab, gamma)
+        joint = completed_joint(distribution, p_table, vocab, gamma + 1)
         assert tv(joint, target_joint(p_table, vocab, gamma + 1)) < 1e-5
-        tau = accepted_law(law, gamma)
+        tau = num_accepted_distribution(distribution, gamma)
         wanted = case["schemes"][scheme]["tau_probs"]["val"]
         assert close(tau.flip(0).cumsum(0), double(wanted).flip(0).cumsum(0), 1e-5)
 
@@ -1093,7 +1094,7 @@ NARROW_DRAFT = 2
 
 
 @functools.cache
-def narrow_laws() -> tuple[Tensor, Tensor]:
+def narrow_probs() -> tuple[Tensor, Tensor]:
     """q has the negated logits of p, so that most drafts are refused and the residual carries the output."""
     logits_V = torch.linspace(-1.2, 1.2, NARROW_VOCAB, dtype=torch.float64)
     logits_V = logits_V[torch.randperm(NARROW_VOCAB, generator=torch.Generator().manual_seed(17))]
@@ -1102,7 +1103,7 @@ def narrow_laws() -> tuple[Tensor, Tensor]:
 
 def narrow_tokens(scheme: str, verify_stream: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """One step of `rows` requests with seeds of their own: num_accepted_B and completed tokens [B, K + 1]."""
-    p_V, q_V = narrow_laws()
+    p_V, q_V = narrow_probs()
     seed_B1 = np.arange(rows)[:, None]
     column_J = np.arange(NARROW_DRAFT + 1)
     draw_BK = torch.from_numpy(uniforms(seed_B1, DRAFT, 0, column_J[:-1]))
@@ -1120,8 +1121,8 @@ def narrow_tokens(scheme: str, verify_stream: int, rows: int = ROWS) -> tuple[Te
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_narrow_adversarial_law(scheme: str) -> None:
-    p_V, q_V = narrow_laws()
+def test_narrow_adversarial_distribution(scheme: str) -> None:
+    p_V, q_V = narrow_probs()
     num_accepted_B, token_BJ = narrow_tokens(scheme, VERIFY)
     for position in range(NARROW_DRAFT + 1):
         statistic, threshold = chi_square(torch.bincount(token_BJ[:, position], minlength=NARROW_VOCAB), p_V)
@@ -1133,11 +1134,11 @@ def test_narrow_adversarial_law(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_narrow_adversarial_law_sees_shared_noise(scheme: str) -> None:
+def test_narrow_adversarial_distribution_sees_shared_noise(scheme: str) -> None:
     """The same test with the noise of the draft used again for its verdict: it must fail."""
     _, token_BJ = narrow_tokens(scheme, DRAFT)
     counts = torch.bincount(token_BJ[:, 0], minlength=NARROW_VOCAB)
-    statistic, threshold = chi_square(counts, narrow_laws()[0])
+    statistic, threshold = chi_square(counts, narrow_probs()[0])
     assert statistic > 5 * threshold
 
 
@@ -1163,8 +1164,8 @@ def generate(scheme: str, keyed_by: str, p: list[float], q: list[float], num_tok
         draft = Draft(token_BK, torch.full((rows,), num_draft), q_BKV)
         verdict = build(scheme)(draft, p_BJV, torch.from_numpy(u_BJ))
         for k in range(num_draft):
-            stands_B = k < verdict.num_accepted_B
-            token_BL[row_B[stands_B], start_B[stands_B] + k] = token_BK[stands_B, k]
+            accepted_B = k < verdict.num_accepted_B
+            token_BL[row_B[accepted_B], start_B[accepted_B] + k] = token_BK[accepted_B, k]
         token_BL[row_B, start_B + verdict.num_accepted_B] = verdict.token_B
         count_B += verdict.num_accepted_B + 1
         step += 1
@@ -1184,10 +1185,10 @@ MANY_STEPS = {
 }
 
 
-@pytest.mark.parametrize("laws", MANY_STEPS)
+@pytest.mark.parametrize("distributions", MANY_STEPS)
 @pytest.mark.parametrize("scheme", LOSSLESS)
-def test_many_steps_keep_the_joint_law(scheme: str, laws: str) -> None:
-    p, q, num_tokens = MANY_STEPS[laws]
+def test_many_steps_keep_the_joint_distribution(scheme: str, distributions: str) -> None:
+    p, q, num_tokens = MANY_STEPS[distributions]
     token_BL = generate(scheme, build(scheme).keyed_by, p, q, num_tokens)
     assert fits(token_BL, independent_joint(p, num_tokens), len(p))
 
@@ -1205,12 +1206,12 @@ def test_block_keyed_by_position_is_biased() -> None:
 
 def test_chi_square_accepts_a_sample_and_refuses_a_shift() -> None:
     generator = torch.Generator().manual_seed(18)
-    law = random_laws(generator, 50)
-    token_B = inverse_cdf(law.expand(ROWS, -1), noise(generator, ROWS))
-    statistic, threshold = chi_square(torch.bincount(token_B, minlength=50), law)
+    distribution = random_probs(generator, 50)
+    token_B = inverse_cdf(distribution.expand(ROWS, -1), noise(generator, ROWS))
+    statistic, threshold = chi_square(torch.bincount(token_B, minlength=50), distribution)
     assert threshold == 49 + 10 * math.sqrt(98)
     assert statistic < 100
-    shifted = law.clone()
+    shifted = distribution.clone()
     shifted[0] += 0.02
     statistic, threshold = chi_square(torch.bincount(token_B, minlength=50), shifted / shifted.sum())
     assert statistic > threshold
@@ -1267,16 +1268,16 @@ def test_inverse_cdf_counts_in_float64() -> None:
     assert 1 < wanted[1] < wanted[2] == vocab - 1
 
 
-def test_inverse_cdf_law_scale_and_shape() -> None:
-    law = double([0.125, 0.0, 0.5, 0.375])
+def test_inverse_cdf_distribution_scale_and_shape() -> None:
+    distribution = double([0.125, 0.0, 0.5, 0.375])
     grid = (torch.arange(8_000, dtype=torch.float64) + 0.5) / 8_000
-    token_B = inverse_cdf(law.expand(8_000, -1), grid)
-    assert close(torch.bincount(token_B, minlength=4) / 8_000, law, 1e-7)
+    token_B = inverse_cdf(distribution.expand(8_000, -1), grid)
+    assert close(torch.bincount(token_B, minlength=4) / 8_000, distribution, 1e-7)
     for scale in (1e-30, 2.0**-20, 3.0, 1e30):
-        assert torch.equal(inverse_cdf((law * scale).expand(8_000, -1), grid), token_B)
-    shaped = inverse_cdf(law.expand(4, 20, 100, -1), grid.reshape(4, 20, 100))
+        assert torch.equal(inverse_cdf((distribution * scale).expand(8_000, -1), grid), token_B)
+    shaped = inverse_cdf(distribution.expand(4, 20, 100, -1), grid.reshape(4, 20, 100))
     assert torch.equal(shaped, token_B.reshape(4, 20, 100))
-    assert int(inverse_cdf(law, double(0.3))) == 2
+    assert int(inverse_cdf(distribution, double(0.3))) == 2
 
 
 def test_inverse_cdf_of_nan_stays_in_range() -> None:
@@ -1355,24 +1356,24 @@ def probs_reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     if params.temperature == 0:
         return np.eye(vocab)[int(np.argmax(logits))]
     scaled = logits.astype(np.float64) / params.temperature
-    law = np.exp(scaled - scaled.max())
-    law /= law.sum()
-    law[law < params.min_p * law.max()] = 0
+    distribution = np.exp(scaled - scaled.max())
+    distribution /= distribution.sum()
+    distribution[distribution < params.min_p * distribution.max()] = 0
     if params.top_k > 0:
-        border = sorted(law, reverse=True)[min(params.top_k, vocab) - 1]
-        law[law < border] = 0
-    law /= law.sum()
+        border = sorted(distribution, reverse=True)[min(params.top_k, vocab) - 1]
+        distribution[distribution < border] = 0
+    distribution /= distribution.sum()
     kept = np.zeros(vocab)
     mass = 0.0
-    for token in sorted(range(vocab), key=lambda v: -law[v]):
+    for token in sorted(range(vocab), key=lambda v: -distribution[v]):
         if mass >= params.top_p and params.top_p < 1:
             break
-        kept[token] = law[token]
-        mass += law[token]
+        kept[token] = distribution[token]
+        mass += distribution[token]
     return kept / kept.sum()
 
 
-LAW_PARAMS = [
+PROBS_PARAMS = [
     {},
     {"temperature": 0.6},
     {"temperature": 1.7},
@@ -1394,7 +1395,7 @@ LAW_PARAMS = [
 ]
 
 
-def assert_laws(params: list[SamplingParams], row_N: Tensor, logits_NV: Tensor) -> None:
+def assert_probs(params: list[SamplingParams], row_N: Tensor, logits_NV: Tensor) -> None:
     p_NV = probs(logits_NV, params, row_N)
     assert p_NV.dtype == torch.float32
     for n, b in enumerate(row_N.tolist()):
@@ -1404,26 +1405,26 @@ def assert_laws(params: list[SamplingParams], row_N: Tensor, logits_NV: Tensor) 
         assert np.allclose(p_NV[n].numpy(), wanted, rtol=1e-4, atol=1e-6), params[b]
 
 
-@pytest.mark.parametrize("values", LAW_PARAMS, ids=str)
+@pytest.mark.parametrize("values", PROBS_PARAMS, ids=str)
 def test_probs_of_one_kind_of_row(values: dict[str, Any]) -> None:
     logits_NV = 3 * torch.randn(20, 33, generator=torch.Generator().manual_seed(20))
-    assert_laws([SamplingParams(**values)], torch.zeros(20, dtype=torch.int64), logits_NV)
+    assert_probs([SamplingParams(**values)], torch.zeros(20, dtype=torch.int64), logits_NV)
 
 
 @pytest.mark.parametrize("vocab", [3, 33])
 def test_probs_of_mixed_rows(vocab: int) -> None:
     """Every kind of row in one call, several lines each and out of order: no row leaks into another."""
     generator = torch.Generator().manual_seed(21)
-    params = [SamplingParams(**values) for values in LAW_PARAMS]
+    params = [SamplingParams(**values) for values in PROBS_PARAMS]
     row_N = torch.randint(len(params), (200,), generator=generator)
-    assert_laws(params, row_N, 3 * torch.randn(200, vocab, generator=generator))
+    assert_probs(params, row_N, 3 * torch.randn(200, vocab, generator=generator))
 
 
 def test_probs_keeps_masked_tokens_out() -> None:
     generator = torch.Generator().manual_seed(22)
-    logits_NV = torch.randn(len(LAW_PARAMS), 10, generator=generator)
+    logits_NV = torch.randn(len(PROBS_PARAMS), 10, generator=generator)
     logits_NV[:, [0, 3, 4, 9]] = -torch.inf
-    params = [SamplingParams(**values) for values in LAW_PARAMS]
+    params = [SamplingParams(**values) for values in PROBS_PARAMS]
     p_NV = probs(logits_NV, params, torch.arange(len(params)))
     assert not p_NV[:, [0, 3, 4, 9]].any()
     assert bool(torch.isfinite(p_NV).all())

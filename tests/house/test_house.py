@@ -29,9 +29,9 @@ MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML f
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script", "row_state",
-    "stop_rules", "engine", "policy", "checkpoint", "drafter", "artifact", "measure.stats", "method", "speculative_config",
-    "measure", "training", "config", "training.recipe", "llm",
+    "checked", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script",
+    "row_state", "stop_rules", "engine", "policy", "checkpoint", "drafter", "artifact", "measure.stats", "method",
+    "speculative_config", "measure", "training", "config", "training.recipe", "sharing", "llm",
 )  # fmt: skip
 
 
@@ -138,8 +138,8 @@ def test_keys_of_method_and_rejection_are_those_of_speculative_config(path: Path
 @pytest.mark.parametrize("name", method.names())
 def test_a_method_is_one_class_with_propose(name: str) -> None:
     module = importlib.import_module(f"specdec.method.{name}")
-    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
-    proposers = [c for c in own if callable(getattr(c, "propose", None))]
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    proposers = [c for c in classes if callable(getattr(c, "propose", None))]
     assert len(proposers) == 1
     assert method.find(name) is proposers[0]
     for attribute in ("hidden_layers", "needs_logits", "on_start", "on_finish", "reserve", "bytes_to_grow"):
@@ -197,27 +197,27 @@ def parsed() -> Iterator[tuple[str, ast.AST]]:
 def unsafe(call: ast.Call) -> str | None:
     """What a call may run or unpickle that came with a model; None for any other call."""
     name = ast.unparse(call.func)
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     if name in ("torch.load", "joblib.load", "np.load", "numpy.load", "yaml.load"):
         return f"{name} unpickles"
     if not name.endswith(".from_pretrained") or name.startswith(("GenerationConfig.", "speculators.")):
         return None  # the first reads JSON alone; the second reads what a test has just written, and has no such options
-    if given.get("trust_remote_code") != "False":
+    if keywords.get("trust_remote_code") != "False":
         return f"{name} without trust_remote_code=False"
-    if "Model" in name and given.get("use_safetensors") != "True" and "gguf_file" not in given:
+    if "Model" in name and keywords.get("use_safetensors") != "True" and "gguf_file" not in keywords:
         return f"{name} without use_safetensors=True"
     return None
 
 
 def test_nothing_of_a_model_is_unpickled_or_run() -> None:
     """`hub.load_model`, `load_tokenizer` and `load_config` are the doors of whoever needs no CausalLM."""
-    found = [
-        (where, said)
+    unsafe_calls = [
+        (where, reason)
         for where, tree in parsed()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and (said := unsafe(node))
+        if isinstance(node, ast.Call) and (reason := unsafe(node))
     ]
-    assert not found
+    assert not unsafe_calls
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,8 @@ def test_the_choices_of_a_group_have_the_keys_of_its_class(group: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(pages.PAGES))
 def test_a_page_has_the_keys_of_its_class(page: str) -> None:
-    yaml, record = read(CONF / f"{page}.yaml"), pages.PAGES[page]
+    yaml = read(CONF / f"{page}.yaml")
+    record = pages.PAGES[page]
     groups = {str(key) for entry in yaml.pop("defaults") if isinstance(entry, dict) for key in entry}
     groups = {key for key in groups if not key.startswith("override ")} - {"experiment"}
     assert (set(yaml) | groups) - {"hydra"} == set(record.model_fields)

@@ -318,10 +318,10 @@ class Outcome:
 
 def make(case: Case, directory: Path) -> None:
     """A random model; its initialisation is wide, so that greedy ties are rare."""
-    given = {key: value for key, value in (SMALL | case.config).items() if value is not None}
+    values = {key: value for key, value in (SMALL | case.config).items() if value is not None}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(case.model_type, **given)
+        config = AutoConfig.for_model(case.model_type, **values)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():  # biases and scales, which are made neutral
             if parameter.ndim == 1:
@@ -343,9 +343,9 @@ def generated(directory: Path) -> list[list[int]]:
     model = hub.load_model(directory, dtype=torch.float32, attn_implementation="eager").eval()
     answers = []
     for ids, most in zip(prompts(), MAX_TOKENS, strict=True):
-        given = torch.tensor([ids])
+        input_ids = torch.tensor([ids])
         out = model.generate(
-            given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=most, pad_token_id=258
+            input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=most, pad_token_id=258
         )
         answers.append(out[0, len(ids) :].tolist())
     return answers

@@ -37,10 +37,10 @@ class Done:
     def error(self) -> str:
         """The one line that it failed with."""
         assert self.code != 0, self.out
-        said = self.err.strip()
-        assert len(said.splitlines()) == 1, f"more than one line:\n{said}"
-        assert said.startswith("error: "), said
-        return said
+        message = self.err.strip()
+        assert len(message.splitlines()) == 1, f"more than one line:\n{message}"
+        assert message.startswith("error: "), message
+        return message
 
 
 Cli = Callable[..., Done]

@@ -12,7 +12,7 @@ from specdec.core import Request
 from specdec.engine import BONUS_COLUMN
 from specdec.params import SamplingParams
 from specdec.sampling import VERIFY, uniforms
-from support.table import TableLM, reference_law
+from support.table import TableLM, next_probs_reference
 
 V = 6
 
@@ -47,9 +47,9 @@ def decode_reference(
     stop_ids = [*(() if params.ignore_eos else eos), *params.stop_token_ids]
     budget = min(params.max_tokens or 10**9, max_model_len - len(prompt))
     while len(output) < budget:
-        law = reference_law(logits_after([*prompt, *output]), params, prompt, output, stop_ids)
+        distribution = next_probs_reference(logits_after([*prompt, *output]), params, prompt, output, stop_ids)
         u = float(uniforms(np.array(request.seed), VERIFY, np.array(len(output)), BONUS_COLUMN))
-        cumulative = list(itertools.accumulate(law))
+        cumulative = list(itertools.accumulate(distribution))
         output.append(next(token for token, mass in enumerate(cumulative) if mass > u * cumulative[-1]))
         if output[-1] in stop_ids:
             return output, "stop"

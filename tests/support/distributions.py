@@ -1,6 +1,6 @@
-"""Laws of verification schemes on small vocabularies: exact by bisection, statistical by chi-square.
+"""Distributions of verification schemes on small vocabularies: exact by bisection, statistical by chi-square.
 
-A *table* maps a prefix of token ids to the law of the next token: `{(): [...], (0,): [...], (0, 1): [...]}`.
+A *table* maps a prefix of token ids to the distribution of the next token: `{(): [...], (0,): [...], (0, 1): [...]}`.
 `verify` is any `(draft, p_BJV, u_BJ) -> Verdict`. It is a black box here: only its answers are looked at, so
 the same functions measure our schemes and the broken ones that a test must be able to tell from them.
 Shape letters are those of specdec/core.py; S counts patterns of accepted and refused positions.
@@ -23,7 +23,7 @@ from specdec.sampling import inverse_cdf
 
 Table = dict[tuple[int, ...], list[float]]
 Verify = Callable[[Draft, Tensor, Tensor], Verdict]
-Law = dict[tuple[int, tuple[int, ...]], float]  # (num_accepted, emitted tokens) -> probability
+Distribution = dict[tuple[int, tuple[int, ...]], float]  # (num_accepted, emitted tokens) -> probability
 Length = Callable[[tuple[int, ...]], int]  # how many tokens of a full draft path are offered
 
 ALMOST_ONE = 1 - 2.0**-53  # the largest uniform there is
@@ -42,7 +42,7 @@ def table(entry: dict[str, Any]) -> Table:
 
 
 def table_rows(table: Table, prefix: Sequence[int]) -> Tensor:
-    """[len(prefix) + 1, V] float64: the law that each token of the prefix meets, then the one after it."""
+    """[len(prefix) + 1, V] float64: the distribution that each token of the prefix meets, then the one after it."""
     return torch.tensor([table[tuple(prefix[:i])] for i in range(len(prefix) + 1)], dtype=torch.float64)
 
 
@@ -70,7 +70,7 @@ def sequences(vocab: int, length: int) -> Tensor:
 
 
 def target_joint(p_table: Table, vocab: int, length: int) -> Tensor:
-    """[vocab ** length] the law of the first `length` tokens under a table."""
+    """[vocab ** length] the distribution of the first `length` tokens under a table."""
     token_NL = sequences(vocab, length)
     return lookup(p_table, token_NL[:, :-1]).gather(-1, token_NL.unsqueeze(-1)).squeeze(-1).prod(-1)
 
@@ -79,7 +79,7 @@ def tv(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().sum()) / 2
 
 
-# Exact laws
+# Exact distributions
 
 
 def bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
@@ -115,11 +115,11 @@ def thresholds(verify: Verify, draft: Draft, p_BJV: Tensor) -> Tensor:
     u_NJ = (after_KJ.double() * ALMOST_ONE).repeat(num_rows, 1)
     watched_N = watched_K.repeat(num_rows)
 
-    def stands(u_N: Tensor) -> Tensor:
+    def is_accepted(u_N: Tensor) -> Tensor:
         u_NJ[torch.arange(len(u_N)), watched_N] = u_N
         return verify(copies, p_NJV, u_NJ).num_accepted_B > watched_N
 
-    return bisect(stands, num_rows * num_draft).reshape(num_rows, num_draft)
+    return bisect(is_accepted, num_rows * num_draft).reshape(num_rows, num_draft)
 
 
 def _patterns(verify: Verify, draft: Draft, p_BJV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,17 +137,17 @@ def _patterns(verify: Verify, draft: Draft, p_BJV: Tensor) -> tuple[Tensor, Tens
     return u_BSK, weight_BS, verify(copies, p_NJV, u_NJ).num_accepted_B.reshape(num_rows, -1)
 
 
-def acceptance_law(verify: Verify, draft: Draft, p_BJV: Tensor) -> Tensor:
-    """[B, K + 1] the exact law of the number of accepted tokens, for each row's own draft."""
+def acceptance_distribution(verify: Verify, draft: Draft, p_BJV: Tensor) -> Tensor:
+    """[B, K + 1] the exact distribution of the number of accepted tokens, for each row's own draft."""
     _, weight_BS, num_accepted_BS = _patterns(verify, draft, p_BJV)
     return weight_BS.new_zeros(p_BJV.shape[:2]).scatter_add_(1, num_accepted_BS, weight_BS)
 
 
-def extra_law(verify: Verify, draft: Draft, p_BJV: Tensor, u_BK: Tensor) -> Tensor:
-    """[B, V] the exact law of the extra token, given the uniforms that decide acceptance.
+def extra_token_distribution(verify: Verify, draft: Draft, p_BJV: Tensor, u_BK: Tensor) -> Tensor:
+    """[B, V] the exact distribution of the extra token, given the uniforms that decide acceptance.
 
     The extra token is an inverse-CDF sample in the order of the ids, so where it steps up as u[:, K] grows
-    gives its law.
+    gives its distribution.
     """
     num_rows = u_BK.shape[0]
     vocab = p_BJV.shape[-1]
@@ -162,11 +162,11 @@ def extra_law(verify: Verify, draft: Draft, p_BJV: Tensor, u_BK: Tensor) -> Tens
     return torch.nn.functional.pad(edge_BV, (1, 0)).diff(dim=-1, append=edge_BV.new_ones(num_rows, 1))
 
 
-def verdict_law(verify: Verify, draft: Draft, p_BJV: Tensor) -> Tensor:
-    """[B, K + 1, V] the exact law of (num_accepted, extra token), for each row's own draft."""
+def verdict_distribution(verify: Verify, draft: Draft, p_BJV: Tensor) -> Tensor:
+    """[B, K + 1, V] the exact distribution of (num_accepted, extra token), for each row's own draft."""
     u_BSK, weight_BS, num_accepted_BS = _patterns(verify, draft, p_BJV)
     copies, p_NJV = repeated(draft, p_BJV, u_BSK.shape[1])
-    extra_BSV = extra_law(verify, copies, p_NJV, u_BSK.flatten(0, 1)).unflatten(0, weight_BS.shape)
+    extra_BSV = extra_token_distribution(verify, copies, p_NJV, u_BSK.flatten(0, 1)).unflatten(0, weight_BS.shape)
     index_BSV = num_accepted_BS.unsqueeze(-1).expand_as(extra_BSV)
     return torch.zeros_like(p_BJV).scatter_add_(1, index_BSV, weight_BS.unsqueeze(-1) * extra_BSV)
 
@@ -182,16 +182,16 @@ def all_drafts(
     token_BK = sequences(vocab, gamma)
     q_BKV = lookup(q_table, token_BK[:, :-1])
     weight_B = q_BKV.gather(-1, token_BK.unsqueeze(-1)).squeeze(-1).prod(-1)
-    drawn = weight_B > 0
-    token_BK = token_BK[drawn]
-    q_BKV = q_BKV[drawn]
-    weight_B = weight_B[drawn]
+    possible_B = weight_B > 0
+    token_BK = token_BK[possible_B]
+    q_BKV = q_BKV[possible_B]
+    weight_B = weight_B[possible_B]
     assert not one_hot or len(weight_B) == 1, "a deterministic drafter draws one path only"
     length_B = torch.tensor([length(tuple(x)) if length else gamma for x in token_BK.tolist()])
     return Draft(token_BK, length_B, None if one_hot else q_BKV), weight_B
 
 
-def emitted_law(
+def emitted_distribution(
     verify: Verify,
     p_table: Table,
     q_table: Table,
@@ -199,41 +199,41 @@ def emitted_law(
     gamma: int,
     one_hot: bool = False,
     length: Length | None = None,
-) -> Law:
-    """The exact law of (num_accepted, emitted tokens), over drafts drawn from q_table and uniforms.
+) -> Distribution:
+    """The exact distribution of (num_accepted, emitted tokens), over drafts drawn from q_table and uniforms.
 
     Exact for every scheme whose position i looks at u_i alone and stands below a threshold: `standard`,
     `block` and `synthetic` do; `match` (an interval of u_i) does not. one_hot and length: see `all_drafts`.
     """
     draft, weight_B = all_drafts(q_table, vocab, gamma, one_hot, length)
-    law_BJV = verdict_law(verify, draft, lookup(p_table, draft.token_BK)) * weight_B[:, None, None]
-    law: Law = {}
-    for path, law_JV in zip(draft.token_BK.tolist(), law_BJV.tolist(), strict=True):
-        for num_accepted, law_V in enumerate(law_JV):
-            for token, weight in enumerate(law_V):
+    mass_BJV = verdict_distribution(verify, draft, lookup(p_table, draft.token_BK)) * weight_B[:, None, None]
+    distribution: Distribution = {}
+    for path, mass_JV in zip(draft.token_BK.tolist(), mass_BJV.tolist(), strict=True):
+        for num_accepted, mass_V in enumerate(mass_JV):
+            for token, weight in enumerate(mass_V):
                 if weight > 1e-14:  # below is the rounding of the bisection
                     key = (num_accepted, (*path[:num_accepted], token))
-                    law[key] = law.get(key, 0.0) + weight
-    return law
+                    distribution[key] = distribution.get(key, 0.0) + weight
+    return distribution
 
 
-def accepted_law(law: Law, gamma: int) -> Tensor:
-    """[gamma + 1] P(exactly k accepted) out of an `emitted_law`."""
+def num_accepted_distribution(distribution: Distribution, gamma: int) -> Tensor:
+    """[gamma + 1] P(exactly k accepted) out of an `emitted_distribution`."""
     tau = torch.zeros(gamma + 1, dtype=torch.float64)
-    for (num_accepted, _), weight in law.items():
+    for (num_accepted, _), weight in distribution.items():
         tau[num_accepted] += weight
     return tau
 
 
-def completed_joint(law: Law, p_table: Table, vocab: int, length: int) -> Tensor:
-    """[vocab ** length] the law of the first `length` tokens, the target going on after what a step emitted.
+def completed_joint(distribution: Distribution, p_table: Table, vocab: int, length: int) -> Tensor:
+    """[vocab ** length] the distribution of the first `length` tokens, the target going on after what a step emitted.
 
     A scheme is lossless on these tables exactly if this equals `target_joint`.
     """
     joint = torch.zeros(vocab**length, dtype=torch.float64)
     token_NL = sequences(vocab, length)
     p_NL = lookup(p_table, token_NL[:, :-1]).gather(-1, token_NL.unsqueeze(-1)).squeeze(-1)
-    for (_, tokens), weight in law.items():
+    for (_, tokens), weight in distribution.items():
         tokens = tokens[:length]
         begins = (token_NL[:, : len(tokens)] == torch.tensor(tokens)).all(-1)
         joint += torch.where(begins, weight * p_NL[:, len(tokens) :].prod(-1), 0.0)
@@ -256,7 +256,7 @@ def simulate(
 ) -> tuple[Tensor, Tensor]:
     """One step of `rows` requests in one call: num_accepted_B, and emitted tokens completed by the target.
 
-    Returns [B] and [B, gamma + 1]. This sees what `emitted_law` takes for granted, and it works for `match`.
+    Returns [B] and [B, gamma + 1]. This sees what `emitted_distribution` takes for granted, and it works for `match`.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -265,8 +265,8 @@ def simulate(
 
     token_BK = torch.empty(rows, 0, dtype=torch.int64)
     for _ in range(gamma):
-        drawn_B = inverse_cdf(lookup(q_table, token_BK)[:, -1], noise(rows))
-        token_BK = torch.cat([token_BK, drawn_B.unsqueeze(-1)], 1)
+        next_B = inverse_cdf(lookup(q_table, token_BK)[:, -1], noise(rows))
+        token_BK = torch.cat([token_BK, next_B.unsqueeze(-1)], 1)
     length_B = torch.full((rows,), gamma)
     if length is not None:
         length_by_code = torch.tensor([length(tuple(x)) for x in sequences(vocab, gamma).tolist()])
@@ -287,10 +287,10 @@ def complete(token_BK: Tensor, verdict: Verdict, p_table: Table, u_BJ: Tensor) -
 
 
 def chi_square(observed_counts: Tensor, expected_probs: Tensor) -> tuple[float, float]:
-    """(statistic, threshold): a sample fits the law iff statistic < threshold = df + 10 * sqrt(2 * df).
+    """(statistic, threshold): a sample fits the distribution iff statistic < threshold = df + 10 * sqrt(2 * df).
 
     That is about ten standard deviations (vLLM's rule), so a fit never fails by chance. Bins that expect
-    fewer than 5 are merged into one; a count where the law has no mass makes the statistic infinite.
+    fewer than 5 are merged into one; a count where the distribution has no mass makes the statistic infinite.
     """
     observed = observed_counts.double().flatten()
     probs = expected_probs.double().flatten()
@@ -309,7 +309,7 @@ def chi_square(observed_counts: Tensor, expected_probs: Tensor) -> tuple[float, 
 
 
 def fits(observed_tokens: Tensor, expected_probs: Tensor, vocab: int) -> bool:
-    """Do sequences [B, L] have the joint law [vocab ** L]? By `chi_square`."""
+    """Do sequences [B, L] have the joint distribution [vocab ** L]? By `chi_square`."""
     counts = torch.bincount(code(observed_tokens, vocab), minlength=len(expected_probs))
     statistic, threshold = chi_square(counts, expected_probs)
     return statistic < threshold

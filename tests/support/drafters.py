@@ -57,19 +57,19 @@ def gradients(trained: AutoregressiveDrafter, batch: Batch, **more: Any) -> tupl
     return loss.detach(), sums.table(), grads
 
 
-def close(ours: Any, theirs: Any, tolerance: float = 1e-5, what: str = "") -> None:
+def close(got: Any, want: Any, tolerance: float = 1e-5, what: str = "") -> None:
     """Tensors, or nested dicts and sequences of them, to a tolerance of their largest value."""
-    if isinstance(theirs, dict):
-        assert ours.keys() == theirs.keys()
-        for key in theirs:
-            close(ours[key], theirs[key], tolerance, f"{what} {key}")
-    elif isinstance(theirs, list | tuple):
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    if isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            close(got[key], want[key], tolerance, f"{what} {key}")
+    elif isinstance(want, list | tuple):
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
             close(a, b, tolerance, f"{what} [{i}]")
-    elif theirs.numel():
-        scale = theirs.abs().max().item()
-        assert torch.isfinite(ours).all(), what
-        gap = (ours - theirs).abs().max().item()
+    elif want.numel():
+        scale = want.abs().max().item()
+        assert torch.isfinite(got).all(), what
+        gap = (got - want).abs().max().item()
         assert gap <= tolerance * max(scale, 1e-3), (what, gap, scale)
 
 

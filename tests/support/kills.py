@@ -97,12 +97,12 @@ def fork(path: str, arguments: list[str], log: Path) -> int:
 
 def wait(process: int, until: Callable[[float], bool]) -> int | None:
     """The exit code, or None where `until` (of the seconds since now) came first."""
-    begun = time.monotonic()
+    started = time.monotonic()
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
-        if until(time.monotonic() - begun):
+        if until(time.monotonic() - started):
             return None
         time.sleep(0.002)
 
@@ -111,7 +111,7 @@ def run(path: str, arguments: list[str], log: Path, when: Callable[[float], bool
     """Run a script to its end, or send it a signal at a moment and wait for what it does."""
     log.touch()
     process = fork(path, arguments, log)
-    begun = time.monotonic()
+    started = time.monotonic()
     code = wait(process, when or (lambda seconds: seconds > LIMIT_S))
     if code is None:
         os.kill(process, number or signal.SIGKILL)
@@ -122,7 +122,7 @@ def run(path: str, arguments: list[str], log: Path, when: Callable[[float], bool
             raise AssertionError(f"{path} did not end within {LIMIT_S} s of {signal.Signals(number).name}")
     elif when is None:
         number = 0
-    return Ended(code, log.read_text(errors="replace"), time.monotonic() - begun)
+    return Ended(code, log.read_text(errors="replace"), time.monotonic() - started)
 
 
 # ------------------------------------------------------------------------------------------------------------- kinds
@@ -139,7 +139,7 @@ class Kind:
     name: str  # of the output
     contents: Callable[[Path], Any]
     check: Callable[[Path], None] = lambda out: None
-    begun: Callable[[Path], bool] = lambda out: (out / records.MARKER).exists()
+    has_started: Callable[[Path], bool] = lambda out: (out / records.MARKER).exists()
     resumes: bool = True
     evaluations: bool = False
     seconds: float = math.nan  # of an uninterrupted run
@@ -190,7 +190,7 @@ def trained(out_dir: Path) -> Any:
     } | weights
 
 
-def checkpoints_are_whole(out_dir: Path) -> None:
+def checkpoints_are_complete(out_dir: Path) -> None:
     for path in out_dir.glob("checkpoints/step-*"):
         native.load(path)
         load_file(path / "training" / "state.safetensors")
@@ -198,8 +198,8 @@ def checkpoints_are_whole(out_dir: Path) -> None:
 
 def to_be_evaluated(out_dir: Path) -> bool:
     """Whether the last checkpoint waits for its evaluation."""
-    found = sorted(out_dir.glob("checkpoints/step-*/training/state.json"))
-    return bool(found) and ((json.loads(found[-1].read_text())["pending"] or {}).get("evaluate") is True)
+    states = sorted(out_dir.glob("checkpoints/step-*/training/state.json"))
+    return bool(states) and ((json.loads(states[-1].read_text())["pending"] or {}).get("evaluate") is True)
 
 
 def prepared(out: Path) -> Any:
@@ -210,13 +210,13 @@ def prepared(out: Path) -> Any:
 
 def extracted(out_dir: Path) -> Any:
     no_rests(out_dir)
-    found: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
     for path in sorted(out_dir.glob("*.safetensors")):
         for place, token_n in artifact.locations(path):
-            assert place.id not in found, f"sample {place.id} is stored twice"
+            assert place.id not in samples, f"sample {place.id} is stored twice"
             artifact.read(place)
-            found[place.id] = place.sha256, token_n.tolist()
-    return found
+            samples[place.id] = place.sha256, token_n.tolist()
+    return samples
 
 
 def evaluated(out_dir: Path) -> Any:
@@ -238,7 +238,7 @@ def shared(out: Path) -> Any:
     return names, (out / "config.json").read_text(), (out / "model.safetensors").read_bytes()
 
 
-def whole_or_absent(out: Path) -> None:
+def complete_or_absent(out: Path) -> None:
     if out.exists():
         assert {"config.json", "model.safetensors", "provenance.json", "README.md"} <= {path.name for path in out.iterdir()}
         load_file(out / "model.safetensors")
@@ -259,30 +259,30 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "train.eval_every=3", "train.save_every=4", "train.keep=2", "eval.num_prompts=4", "eval.max_tokens=24",
         "train.lr=3e-3", "train.drafter.draft_vocab_size=100",
     ]  # fmt: skip
-    asked = ["task=jsonl", f"task.path={prompts}"]
+    tasks = ["task=jsonl", f"task.path={prompts}"]
     drafter = folder / "drafter"
-    train = Kind("train/eagle.py", training, "out_dir", "run", trained, checkpoints_are_whole)
-    made = run("train/eagle.py", [*training, "train.max_steps=2", f"out_dir={drafter}"], folder / "log")
-    assert made.code == 0, made.err
+    train = Kind("train/eagle.py", training, "out_dir", "run", trained, checkpoints_are_complete)
+    training_run = run("train/eagle.py", [*training, "train.max_steps=2", f"out_dir={drafter}"], folder / "log")
+    assert training_run.code == 0, training_run.err
     return {
         "train": train,
-        "evaluation": Kind("train/eagle.py", training, "out_dir", "run", trained, checkpoints_are_whole, evaluations=True),
+        "evaluation": Kind("train/eagle.py", training, "out_dir", "run", trained, checkpoints_are_complete, evaluations=True),
         "prepare": Kind(
             "train/prepare.py", [*tiny, f"prompts={prompts}", "answers.max_tokens=24", "max_batch_size=4"], "out", "data.jsonl",
-            prepared, begun=lambda out: out.exists(),
+            prepared, has_started=lambda out: out.exists(),
         ),
         "extract": Kind("train/extract.py", [*source, "shard_mb=0", "layer_ids=[1,2,3]"], "out_dir", "run", extracted),
         "eval": Kind(
-            "eval/run.py", [*tiny, *asked, "method=ngram", "sampling.max_tokens=24", "sampling.temperature=0.8",
+            "eval/run.py", [*tiny, *tasks, "method=ngram", "sampling.max_tokens=24", "sampling.temperature=0.8",
             "max_batch_size=3"], "out_dir", "run", evaluated,
         ),
         "load": Kind(
-            "eval/load.py", [*tiny, *asked, "method=ngram", "sampling.max_tokens=24", "request_rate=20", "max_batch_size=3"],
+            "eval/load.py", [*tiny, *tasks, "method=ngram", "sampling.max_tokens=24", "request_rate=20", "max_batch_size=3"],
             "out_dir", "run", loaded, resumes=False,
         ),
         "share": Kind(
-            "train/share.py", [f"checkpoint={drafter}", "format=vllm"], "out", "shared", shared, whole_or_absent,
-            begun=lambda out: False, resumes=False,
+            "train/share.py", [f"checkpoint={drafter}", "format=vllm"], "out", "shared", shared, complete_or_absent,
+            has_started=lambda out: False, resumes=False,
         ),
     }  # fmt: skip
 
@@ -337,7 +337,7 @@ def killed_once(
         when = moment(kind, out, rng) if kills else None
         if kills and not kind.resumes and out.exists():
             break
-        ended = kind.go(folder, when, number, resume=kind.resumes and kind.begun(out))
+        ended = kind.go(folder, when, number, resume=kind.resumes and kind.has_started(out))
         if not kills:
             if ended.code:
                 wrong.append(f"did not go on: {ended.err.strip().splitlines()[-1][:200]}")
@@ -351,7 +351,7 @@ def killed_once(
                 kind.check(out)
             except Exception as error:
                 wrong.append(f"after {signal.Signals(number).name}: {type(error).__name__}: {str(error)[:200]}")
-        elif not kind.resumes or kind.begun(out):  # it was faster than the kill
+        elif not kind.resumes or kind.has_started(out):  # it was faster than the kill
             break
         kills -= 1
         if not kind.resumes:
@@ -359,9 +359,9 @@ def killed_once(
     if not kind.resumes:
         return wrong + ended_for_good(kind, straight, folder), counts
     try:
-        found = kind.contents(out)
-        if found != straight:
-            wrong.append(f"differs from an uninterrupted run: {difference(found, straight)}")
+        result = kind.contents(out)
+        if result != straight:
+            wrong.append(f"differs from an uninterrupted run: {difference(result, straight)}")
     except Exception as error:
         wrong.append(f"in the end: {type(error).__name__}: {str(error)[:200]}")
     return wrong, counts
@@ -391,13 +391,13 @@ def ended_for_good(kind: Kind, straight: Any, folder: Path) -> list[str]:
     return wrong
 
 
-def difference(found: Any, straight: Any, path: str = "") -> str:
+def difference(result: Any, straight: Any, path: str = "") -> str:
     """Where two nested values differ first."""
-    if isinstance(found, dict) and isinstance(straight, dict) and found.keys() == straight.keys():
-        return next(difference(found[key], straight[key], f"{path}.{key}") for key in found if found[key] != straight[key])
-    if isinstance(found, list | tuple) and isinstance(straight, list | tuple) and len(found) == len(straight):
-        return next(difference(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(found, straight, strict=True)) if a != b)
-    return f"{path.lstrip('.')}: {str(found)[:80]} and not {str(straight)[:80]}"
+    if isinstance(result, dict) and isinstance(straight, dict) and result.keys() == straight.keys():
+        return next(difference(result[key], straight[key], f"{path}.{key}") for key in result if result[key] != straight[key])
+    if isinstance(result, list | tuple) and isinstance(straight, list | tuple) and len(result) == len(straight):
+        return next(difference(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(result, straight, strict=True)) if a != b)
+    return f"{path.lstrip('.')}: {str(result)[:80]} and not {str(straight)[:80]}"
 
 
 def measure(kind: Kind, folder: Path) -> Any:
@@ -427,22 +427,22 @@ def main() -> None:
     gc.freeze()
     failures = 0
     with tempfile.TemporaryDirectory() as scratch:
-        given = kinds(Path(scratch))
+        kind_of = kinds(Path(scratch))
         for name in arguments.kinds:
-            kind = given[name]
+            kind = kind_of[name]
             folder = Path(scratch) / name
             folder.mkdir()
             straight = measure(kind, folder / "straight")
             counts = Counter[str]()
             number = 0
             wrong_runs = 0
-            begun = time.monotonic()
+            started = time.monotonic()
             while counts.total() < arguments.kills:
                 seed = f"{arguments.seed} {name} {number}"
                 place = folder / str(number)
                 place.mkdir()
-                wrong, own = killed_once(kind, straight, place, random.Random(seed), arguments.signals)
-                counts = counts + own
+                wrong, counts_of_kill = killed_once(kind, straight, place, random.Random(seed), arguments.signals)
+                counts = counts + counts_of_kill
                 number = number + 1
                 wrong_runs = wrong_runs + bool(wrong)
                 for line in wrong:
@@ -453,7 +453,7 @@ def main() -> None:
             amid = f", {kind.amid} of them with an evaluation open" if kind.evaluations else ""
             print(
                 f"{name}: {counts.total()} kills ({signals}){amid}, in {number} runs of {kind.seconds:.1f} s; {wrong_runs} "
-                f"wrong ({time.monotonic() - begun:.0f} s)",
+                f"wrong ({time.monotonic() - started:.0f} s)",
                 flush=True,
             )
     print(f"seed {arguments.seed}: {'nothing lost' if not failures else f'{failures} runs are wrong'}")

@@ -110,10 +110,10 @@ def outcome(case: Case, scratch: Path) -> tuple[str, str]:
     except SystemExit as end:
         if not end.code:
             return "accepted", "exit code 0"
-        said = err.getvalue() + (end.code if isinstance(end.code, str) else "")
-        lines = [line for line in said.strip().splitlines() if not line.startswith(("note: ", "warning: "))]
+        message = err.getvalue() + (end.code if isinstance(end.code, str) else "")
+        lines = [line for line in message.strip().splitlines() if not line.startswith(("note: ", "warning: "))]
         if not lines or not lines[-1].startswith("error: "):
-            return "says nothing" if len(lines) < 2 else "several lines", said
+            return "says nothing" if len(lines) < 2 else "several lines", message
     except ValueError as error:
         lines = str(error).splitlines() or [""]
         if type(error) is not ValueError and not isinstance(error, lint.TargetError):
@@ -204,7 +204,7 @@ def tiny() -> LLM:
 
 
 def llm_cases() -> Iterator[Case]:
-    build = lambda **given: LLM(**({"model": "tiny", "device": "cpu"} | given))
+    build = lambda **settings: LLM(**({"model": "tiny", "device": "cpu"} | settings))
     limits = {
         "model": ("empty", "word"), "dtype": ("word", "digits"), "device": ("word", "digits"), "max_batch_size": ("zero",
         "minus", "huge"),
@@ -259,21 +259,21 @@ def generate_cases() -> Iterator[Case]:
     }  # fmt: skip
     for name, prompt in prompts.items():
         yield Case("generate", f"prompt: {name}", lambda _, prompt=prompt: tiny().generate(prompt, use_tqdm=False))
-    for name, given in ids.items():
-        action = lambda _, given=given: tiny().generate({"prompt_token_ids": given}, use_tqdm=False)
+    for name, prompt_value in ids.items():
+        action = lambda _, prompt_value=prompt_value: tiny().generate({"prompt_token_ids": prompt_value}, use_tqdm=False)
         yield Case("generate", f"prompt_token_ids: {name}", action)
-    for name, own in params.items():
+    for name, values in params.items():
         yield Case(
             "generate",
             f"sampling_params: {name}",
-            lambda _, own=own: tiny().generate("a", own, use_tqdm=False),
+            lambda _, values=values: tiny().generate("a", values, use_tqdm=False),
             ("sampling_params",),
         )
-    for name, own in {
+    for name, values in {
         "K over the engine's": {"num_speculative_tokens": 5},
         "K of text": {"num_speculative_tokens": "1"},
     }.items():
-        action = lambda _, own=own: tiny().generate("a", SamplingParams(speculative_config=own), use_tqdm=False)
+        action = lambda _, values=values: tiny().generate("a", SamplingParams(speculative_config=values), use_tqdm=False)
         yield Case("generate", f"speculative_config: {name}", action)
     outside = lambda _: tiny().generate("a", SamplingParams(logit_bias={10**6: 1.0}), use_tqdm=False)
     yield Case("generate", "logit_bias outside the vocabulary", outside)
@@ -296,13 +296,13 @@ def chat_cases() -> Iterator[Case]:
         "endless range": "{% for i in range(10**12) %}a{% endfor %}",
         "deep": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
     }  # fmt: skip
-    for name, given in messages.items():
-        yield Case("chat", f"messages: {name}", lambda _, given=given: tiny().chat(given, use_tqdm=False))
+    for name, conversation in messages.items():
+        yield Case("chat", f"messages: {name}", lambda _, conversation=conversation: tiny().chat(conversation, use_tqdm=False))
     for name, text in templates.items():
         action = lambda _, text=text: tiny().chat([user], chat_template=text, use_tqdm=False)
         yield Case("chat", f"chat_template: {name}", action)
-    for name, given in {"number": 5, "list": ["a"], "text": "a"}.items():
-        action = lambda _, given=given: tiny().chat([user], chat_template_kwargs=given, use_tqdm=False)
+    for name, conversation in {"number": 5, "list": ["a"], "text": "a"}.items():
+        action = lambda _, conversation=conversation: tiny().chat([user], chat_template_kwargs=conversation, use_tqdm=False)
         yield Case("chat", f"chat_template_kwargs: {name}", action)
 
 
@@ -319,7 +319,7 @@ def sampling_cases() -> Iterator[Case]:
         key, _, name = case.name.partition("=")
         if (key, name) not in allowed:
             yield dataclasses.replace(case, words=()) if name == "half" else case
-    for name, given in {
+    for name, values in {
         "stop is empty": {"stop": ""}, "a stop is empty": {"stop": ["a", ""]}, "a stop is a number": {"stop": ["a", 5]},
         "max_new_tokens differs": {"max_tokens": 4, "max_new_tokens": 5}, "max_new_tokens is text": {"max_new_tokens": "4"},
         "min over max": {"min_tokens": 5, "max_tokens": 4}, "bias of text": {"logit_bias": {"5": 1.0}},
@@ -330,12 +330,14 @@ def sampling_cases() -> Iterator[Case]:
         "K is true": {"speculative_config": {"num_speculative_tokens": True}},
         "a method": {"speculative_config": {"method": "ngram"}}, "array of floats": {"stop_token_ids": np.array([1.5])},
     }.items():  # fmt: skip
-        yield Case("sampling", name, lambda _, given=given: SamplingParams(**given))
+        yield Case("sampling", name, lambda _, values=values: SamplingParams(**values))
 
 
 def speculative_cases() -> Iterator[Case]:
-    def build(**given: Any) -> Any:
-        return SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3} | given).resolve().build(tiny().target)
+    def build(**settings: Any) -> Any:
+        return (
+            SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3} | settings).resolve().build(tiny().target)
+        )
 
     limits: dict[str, tuple[str, ...]] = {
         "num_speculative_tokens": ("zero", "minus", "word", "huge"), "method": ("word", "digits", "empty"),
@@ -351,11 +353,11 @@ def speculative_cases() -> Iterator[Case]:
         key, _, name = case.name.partition("=")
         if name not in nothing and (key, name) not in passed:
             yield dataclasses.replace(case, words=())
-    for name, given in {
+    for name, invalid in {
         "parse a number": 5, "parse a list": [], "parse true": True, "keys are numbers": {5: 1}, "parse bytes": b"{}",
         "deep": DEEP, "empty text": "",
     }.items():  # fmt: skip
-        yield Case("speculative", name, lambda _, given=given: SpeculativeConfig.parse(given))
+        yield Case("speculative", name, lambda _, invalid=invalid: SpeculativeConfig.parse(invalid))
     dotted = "some_module_that_would_be.imported"
     objects: dict[str, dict[str, Any]] = {
         "hybrid of nothing": {"method": "hybrid", "proposers": []}, "hybrid of numbers": {"method": "hybrid",
@@ -373,8 +375,8 @@ def speculative_cases() -> Iterator[Case]:
         "schedule of text": {"num_speculative_tokens_per_batch_size": "banana"},
         "a schedule with a gap": {"num_speculative_tokens_per_batch_size": [[2, 4, 1]]},
     }  # fmt: skip
-    for name, own in objects.items():
-        yield Case("speculative", name, lambda _, own=own: build(**own))
+    for name, invalid_object in objects.items():
+        yield Case("speculative", name, lambda _, invalid_object=invalid_object: build(**invalid_object))
 
 
 def hub_cases() -> Iterator[Case]:
@@ -436,15 +438,15 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def broken_weights(path: Path) -> dict[str, Callable[[], Any]]:
-    whole = path.read_bytes()
-    made: dict[str, Callable[[], Any]] = {
-        "empty": lambda: path.write_bytes(b""), "cut": lambda: path.write_bytes(whole[: len(whole) // 2]),
+    content = path.read_bytes()
+    makers: dict[str, Callable[[], Any]] = {
+        "empty": lambda: path.write_bytes(b""), "cut": lambda: path.write_bytes(content[: len(content) // 2]),
         "text": lambda: path.write_text("hello"), "header of 2**60": lambda: path.write_bytes((2**60).to_bytes(8,
-        "little") + whole[8:]),
-        "header is no JSON": lambda: path.write_bytes((4).to_bytes(8, "little") + b"nope" + whole),
+        "little") + content[8:]),
+        "header is no JSON": lambda: path.write_bytes((4).to_bytes(8, "little") + b"nope" + content),
         "gone": path.unlink, "a directory": lambda: (path.unlink(), path.mkdir()),
     }  # fmt: skip
-    return made | {name: partial(relabelled, path, change) for name, change in HEADERS.items()}
+    return makers | {name: partial(relabelled, path, change) for name, change in HEADERS.items()}
 
 
 def copied(source: Path, directory: Path) -> Path:
@@ -539,21 +541,21 @@ def drafters() -> dict[str, Path]:
     """A directory of each native drafter, and of every foreign format."""
     root = Path(tempfile.mkdtemp())
     target = tiny().target
-    found: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
     for name, architecture in {"eagle3": {}, "mlp": {}, "mtp": {}, "eagle": {}, "peagle": {}}.items():
         init = Init(train_lm_head=name not in ("eagle", "mtp"))
-        made = method.find(name).init_checkpoint(target, architecture, init)  # type: ignore[attr-defined]
-        found[name] = root / name
-        found[name].mkdir()
-        native.save(found[name], made, {}, "")
+        initial = method.find(name).init_checkpoint(target, architecture, init)  # type: ignore[attr-defined]
+        directories[name] = root / name
+        directories[name].mkdir()
+        native.save(directories[name], initial, {}, "")
     for name, engine in (("eagle3", "vllm"), ("eagle", "vllm"), ("eagle3", "speculators"), ("mlp", "vllm"), ("peagle", "vllm")):
         directory = root / f"{name}-{engine}"
         directory.mkdir()
-        checkpoint.write(native.load(found[name]), directory, engine, target)
-        found[directory.name] = directory
+        checkpoint.write(native.load(directories[name]), directory, engine, target)
+        directories[directory.name] = directory
     shutil.copytree(hub.tiny(), root / "draft_model")
-    found["draft_model"] = root / "draft_model"
-    return found
+    directories["draft_model"] = root / "draft_model"
+    return directories
 
 
 def drafter_cases() -> Iterator[Case]:
@@ -610,7 +612,7 @@ def drafter_cases() -> Iterator[Case]:
     for value in ([1, 1, 1], [], [9, 10, 11], ["1"], 5, [1.5, 2, 3], [True, 2, 3], [-1, 0, 1]):
         action = opened("eagle3", configured(("drafter", native.LAYER_IDS), value))
         yield Case("drafters", f"eagle3: {native.LAYER_IDS}={value!r}", action)
-    foreign = {
+    formats = {
         "eagle3-vllm": ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "draft_vocab_size",
         "intermediate_size"),
         "eagle-vllm": ("hidden_size", "num_hidden_layers", "vocab_size"), "mlp-vllm": ("n_predict", "emb_dim", "inner_dim",
@@ -618,7 +620,7 @@ def drafter_cases() -> Iterator[Case]:
         "eagle3-speculators": ("transformer_layer_config", "draft_vocab_size", "speculators_config"),
         "peagle-vllm": ("ptd_token_id", "num_hidden_layers"),
     }  # fmt: skip
-    for name, keys in foreign.items():
+    for name, keys in formats.items():
         for key in keys:
             for value in (2**31, -1, "2", 1.5, [1]):
                 if key == "speculators_config" and value == 2**31:
@@ -640,10 +642,10 @@ def drafter_cases() -> Iterator[Case]:
 
 def other_tokenizer(directory: Path) -> None:
     """The same tokens, other ids."""
-    told = json.loads((directory / "tokenizer.json").read_text())
-    names = list(told["model"]["vocab"])
-    told["model"]["vocab"] = {name: i for i, name in enumerate(names[1:] + names[:1])}
-    (directory / "tokenizer.json").write_text(json.dumps(told))
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    names = list(tokenizer["model"]["vocab"])
+    tokenizer["model"]["vocab"] = {name: i for i, name in enumerate(names[1:] + names[:1])}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def lint_cases() -> Iterator[Case]:
@@ -653,9 +655,9 @@ def lint_cases() -> Iterator[Case]:
         def action(scratch: Path) -> Any:
             directory = copied(drafters()[name], scratch)
             change(directory)
-            found = [finding.text for finding in lint.check(directory) if finding.severity == "error"]
+            errors = [finding.text for finding in lint.check(directory) if finding.severity == "error"]
             if not any(lint.loads(lint.check(directory)).values()):
-                raise ValueError(found[0])
+                raise ValueError(errors[0])
 
         return action
 
@@ -734,8 +736,8 @@ def render_cases() -> Iterator[Case]:
         "tool_calls is text": [user, {"role": "assistant", "tool_calls": "x"}],
         "weight is text": [user, answer | {"weight": "x"}],
     }  # fmt: skip
-    for name, given in conversations.items():
-        yield Case("render", name, lambda _, given=given: data.render(given, tiny().target.tokenizer))
+    for name, conversation in conversations.items():
+        yield Case("render", name, lambda _, conversation=conversation: data.render(conversation, tiny().target.tokenizer))
 
 
 def prepare_cases() -> Iterator[Case]:
@@ -754,11 +756,11 @@ def prepare_cases() -> Iterator[Case]:
     for kind, content in BROKEN.items():
         yield case(kind, "prompts", content)
         yield case(kind, "openings", content)
-    whole = {"text": "Tell me", "category": "a", "weight": 1, "ends": "?"}
+    opening = {"text": "Tell me", "category": "a", "weight": 1, "ends": "?"}
     for key, kind in (("text", str), ("category", str), ("weight", int), ("ends", str)):
         for name, value in wrong(kind, *(("minus", "huge") if key == "weight" else ())):
             if writable(value) and not (name in ("none", "zero") and key in ("ends", "weight")):
-                yield case(f"{key}={name}", "openings", as_json(whole | {key: value}))
+                yield case(f"{key}={name}", "openings", as_json(opening | {key: value}))
     for name, row in {
         "turns is text": {"turns": "a"},
         "turns of numbers": {"turns": [5]},
@@ -800,18 +802,18 @@ def trace_cases() -> Iterator[Case]:
 
 
 def cost_cases() -> Iterator[Case]:
-    whole = {
+    table = {
         "format": cost_table.FORMAT, "format_version": 1, "batch_sizes": [1, 2], "draft_lengths": [0, 3], "verify_s": [[1.0,
         2.0]] * 2,
         "draft_s": [[0.0, 1.0]] * 2, "about": {}, "schedule": None,
     }  # fmt: skip
     contents: dict[str, bytes] = dict(BROKEN)
-    for key, value in whole.items():
+    for key, value in table.items():
         for name, other in wrong(type(value) if value is not None else list[list[int]] | None):
             if not writable(other):
                 continue
-            contents[f"{key}={name}"] = as_json(whole | {key: other})
-        contents[f"without {key}"] = as_json({k: v for k, v in whole.items() if k != key}) if key != "schedule" else b"{}"
+            contents[f"{key}={name}"] = as_json(table | {key: other})
+        contents[f"without {key}"] = as_json({k: v for k, v in table.items() if k != key}) if key != "schedule" else b"{}"
     more = {
         "rows too few": {"verify_s": [[1.0, 2.0]]}, "ragged": {"verify_s": [[1.0], [1.0, 2.0]]}, "texts": {"verify_s": [["1",
         "2"]] * 2},
@@ -821,7 +823,7 @@ def cost_cases() -> Iterator[Case]:
         "lengths from 1": {"draft_lengths": [1, 3]},
         "sizes of text": {"batch_sizes": ["1", "2"]}, "unknown key": {"more": 1},
     }  # fmt: skip
-    contents |= {name: as_json(whole | own) for name, own in more.items()}
+    contents |= {name: as_json(table | changes) for name, changes in more.items()}
     for name, content in contents.items():
 
         def action(scratch: Path, content: bytes = content) -> Any:
@@ -938,7 +940,7 @@ def resume_cases() -> Iterator[Case]:
 
 def manifest_cases() -> Iterator[Case]:
     target = tiny().target
-    whole = artifact.manifest_of(target, (1, target.num_layers))
+    identity = artifact.manifest_of(target, (1, target.num_layers))
 
     def case(name: str, content: bytes, weights: bool = False) -> Case:
         def action(scratch: Path) -> Any:
@@ -955,9 +957,9 @@ def manifest_cases() -> Iterator[Case]:
         for name, value in VALUES.items():
             if not writable(value) or (key, name) in (("version", "true"),):
                 continue
-            yield case(f"{key}={name}", as_json(whole | {key: value}))
-    yield case("nothing beside it", as_json(whole))
-    yield case("no states in the file", as_json(whole), weights=True)
+            yield case(f"{key}={name}", as_json(identity | {key: value}))
+    yield case("nothing beside it", as_json(identity))
+    yield case("no states in the file", as_json(identity), weights=True)
 
 
 # ------------------------------------------------------------------------------------------------------- command lines
@@ -1036,9 +1038,9 @@ def command_cases() -> Iterator[Case]:
 
     turn = Counter[str]()
     for script, (name, base) in SCRIPTS.items():
-        picks = ["model=tiny", f"method={METHOD_OF[script]}"] if script in METHOD_OF else []
+        chosen = ["model=tiny", f"method={METHOD_OF[script]}"] if script in METHOD_OF else []
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = OmegaConf.to_container(compose(name, picks), throw_on_missing=False)
+            composed = OmegaConf.to_container(compose(name, chosen), throw_on_missing=False)
         for key, value in leaves(composed):
             last = key.split(".")[-1]
             if last in NAMES or (key.startswith("model.") and "model" not in base[0]) or key == "request_rate":
@@ -1192,7 +1194,7 @@ MAKERS: dict[str, Callable[[], Iterator[Case]]] = {
 }  # fmt: skip
 
 
-def judge(case: Case) -> tuple[str, str]:
+def verdict_of(case: Case) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         return outcome(case, Path(scratch))
 
@@ -1215,21 +1217,26 @@ def main() -> None:
             if arguments.list:
                 print(f"{door}: {case.name}")
                 continue
-            verdict, said = judge(case)
+            verdict, message = verdict_of(case)
             verdicts[door][verdict] += 1
             if verdict != "refused":
-                print(f"{verdict.upper()}: {door}: {case.name}\n    {said.strip()[-1500:]}", flush=True)
+                print(f"{verdict.upper()}: {door}: {case.name}\n    {message.strip()[-1500:]}", flush=True)
             elif arguments.say:
-                print(f"{door}: {case.name}: {said}")
+                print(f"{door}: {case.name}: {message}")
         verdicts[door]["seconds"] = round(time.monotonic() - began)
     if arguments.list:
         return
     columns = ("refused", "traceback", "hang", "accepted", "several lines", "says nothing", "seconds")
     print(f"{'door':20} {'cases':>6} " + " ".join(f"{column:>13}" for column in columns))
-    for door, own in [*verdicts.items(), ("all", sum(verdicts.values(), Counter()))]:
-        count = own.total() - own["seconds"]
-        print(f"{door:20} {count:>6} " + " ".join(f"{own[column]:>13}" for column in columns))
-    sys.exit(any(own.total() - own["seconds"] - own["refused"] for own in verdicts.values()))
+    for door, verdicts_of_door in [*verdicts.items(), ("all", sum(verdicts.values(), Counter()))]:
+        count = verdicts_of_door.total() - verdicts_of_door["seconds"]
+        print(f"{door:20} {count:>6} " + " ".join(f"{verdicts_of_door[column]:>13}" for column in columns))
+    sys.exit(
+        any(
+            verdicts_of_door.total() - verdicts_of_door["seconds"] - verdicts_of_door["refused"]
+            for verdicts_of_door in verdicts.values()
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -91,15 +91,15 @@ METHODS = sorted(path.stem for path in (CONF / "method").glob("*.yaml"))
 
 def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
     """A method as its YAML has it, drafting for (and where it needs a model, with) this target."""
-    given = {key: value for key, value in read(CONF / "method" / f"{name}.yaml").items() if value is not None}
-    given["method"] = given.pop("name")
-    if "include_output_tokens" in given:  # the answer's states too
-        given["include_output_tokens"] = True
-    return given | example_settings(name, target) | more
+    values = {key: value for key, value in read(CONF / "method" / f"{name}.yaml").items() if value is not None}
+    values["method"] = values.pop("name")
+    if "include_output_tokens" in values:  # the answer's states too
+        values["include_output_tokens"] = True
+    return values | example_settings(name, target) | more
 
 
 def example_settings(name: str, target: CausalLM) -> dict[str, Any]:
-    """What its YAML leaves to the user, such as the directory of a drafter with random weights, some of whose tokens are right."""
+    """What its YAML leaves to the user, such as the directory of a drafter with random weights that is right now and then."""
     proposer: Any = method_of.find(name)
     settings: dict[str, Any] = proposer.example_settings(target, Path(tempfile.mkdtemp()))
     return settings

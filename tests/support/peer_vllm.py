@@ -48,7 +48,7 @@ class Case:
 
     name: str
     ours: dict[str, Any]
-    theirs: dict[str, Any] = field(default_factory=dict)
+    vllm: dict[str, Any] = field(default_factory=dict)
     drafter: str | None = None
     format: str = "vllm"
     max_batch_size: int = 4
@@ -88,50 +88,49 @@ class Run:
 
 def cut(steps: Steps, num_output_tokens: int, max_tokens: int) -> Steps:
     """vLLM's steps of a request as they are counted here. num_output_tokens: of its answer, with the token of prefill."""
-    found = []
+    steps_of_request = []
     emitted = 1
     for drafted, accepted in steps:
-        made = min(drafted, max_tokens - emitted - 1)
-        found.append((made, min(accepted, made, num_output_tokens - emitted)))
+        num_drafted = min(drafted, max_tokens - emitted - 1)
+        steps_of_request.append((num_drafted, min(accepted, num_drafted, num_output_tokens - emitted)))
         emitted += accepted + 1
-    return found
+    return steps_of_request
 
 
 def sums(steps: list[Steps]) -> tuple[int, int, int]:
     """Drafts, tokens drafted, tokens accepted."""
-    drafts = [step for own in steps for step in own if step[0]]
+    drafts = [step for request_steps in steps for step in request_steps if step[0]]
     return len(drafts), sum(d for d, _ in drafts), sum(a for _, a in drafts)
 
 
-def row(case: Case, ours: Run, theirs: Run, max_tokens: int) -> dict[str, Any]:
+def row(case: Case, ours: Run, vllm: Run, max_tokens: int) -> dict[str, Any]:
     """The comparison in numbers."""
-    ruled = [cut(own, len(tokens), max_tokens) for own, tokens in zip(theirs.steps, theirs.tokens, strict=True)]
+    ruled = [cut(request_steps, len(tokens), max_tokens) for request_steps, tokens in zip(vllm.steps, vllm.tokens, strict=True)]
     count = len(ours.tokens)
-    own = sums(ours.steps)
-    raw = sums(theirs.steps)
+    our_sums = sums(ours.steps)
+    raw = sums(vllm.steps)
     same = sums(ruled)
     general = [key for key in ours.counters if not key.startswith("vllm:spec_decode")]
     return {
         "case": case.name,
         "requests": count,
-        "tokens_equal": sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True)),
+        "tokens_equal": sum(a == b for a, b in zip(ours.tokens, vllm.tokens, strict=True)),
         "steps_equal": sum(a == b for a, b in zip(ours.steps, ruled, strict=True)),
-        "steps_equal_uncut": sum(a == b for a, b in zip(ours.steps, theirs.steps, strict=True)),
-        "counters_equal": all(ours.counters[key] == theirs.counters.get(key) for key in general),
-        "drafted": [own[1], raw[1], same[1]],
-        "accepted": [own[2], raw[2], same[2]],
-        "mean_acceptance_length": [1 + x[2] / x[0] if x[0] else 1.0 for x in (own, raw, same)],
+        "steps_equal_uncut": sum(a == b for a, b in zip(ours.steps, vllm.steps, strict=True)),
+        "counters_equal": all(ours.counters[key] == vllm.counters.get(key) for key in general),
+        "drafted": [our_sums[1], raw[1], same[1]],
+        "accepted": [our_sums[2], raw[2], same[2]],
+        "mean_acceptance_length": [1 + x[2] / x[0] if x[0] else 1.0 for x in (our_sums, raw, same)],
         "their_counters_are_their_steps": list(raw)
         == [
-            theirs.counters.get(f"vllm:spec_decode_{key}", 0)
-            for key in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+            vllm.counters.get(f"vllm:spec_decode_{key}", 0) for key in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
         ],
     }
 
 
-def equal(found: dict[str, Any]) -> bool:
-    wanted = found["requests"]
-    return bool(found["tokens_equal"] == found["steps_equal"] == wanted and found["counters_equal"])
+def equal(comparison: dict[str, Any]) -> bool:
+    wanted = comparison["requests"]
+    return bool(comparison["tokens_equal"] == comparison["steps_equal"] == wanted and comparison["counters_equal"])
 
 
 def table(rows: list[dict[str, Any]], version: str, about: str) -> str:
@@ -175,7 +174,7 @@ def ours_of(target: Path, case: Case, prompts: list[list[int]], max_tokens: int,
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     stats = [output.request.stats for output in outputs if output.request is not None]
-    steps = [list(zip(own.drafted, own.accepted, strict=True)) for own in stats]
+    steps = [list(zip(request_stats.drafted, request_stats.accepted, strict=True)) for request_stats in stats]
     counters: dict[str, Any] = {}
     for metric in llm.get_metrics():
         name = metric.name + (f"/{metric.labels['finished_reason']}" if "finished_reason" in metric.labels else "")
@@ -221,27 +220,27 @@ def export(run: Path, format: str, out: Path) -> Path:
 # ----------------------------------------------------------------------------------------------------------- their side
 
 
-def theirs_of(
+def vllm_run(
     python: str, target: Path, case: Case, prompts: list[list[int]], max_tokens: int, out: Path, model: Path | None
 ) -> Any:
     """vLLM's Run, and its version. RuntimeError with the last line that it wrote."""
-    spec = None if case.name == "none" else case.theirs | ({"model": str(model)} if model else {})
-    asked = {
+    spec = None if case.name == "none" else case.vllm | ({"model": str(model)} if model else {})
+    query = {
         "model": str(target), "speculative_config": spec, "prompts": prompts, "max_tokens": max_tokens,
         "max_model_len": MAX_MODEL_LEN, "max_num_seqs": case.max_batch_size,
     }  # fmt: skip
     stem = out / case.name.replace(", ", "-")
     question, answer, log = (stem.with_suffix(suffix) for suffix in (".case.json", ".vllm.json", ".log"))
-    question.write_text(json.dumps(asked))
+    question.write_text(json.dumps(query))
     with log.open("w") as file:
         command = [python, str(Path(__file__).with_name("peer_vllm_engine.py")), str(question), str(answer)]
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, cwd=out)
     if done.returncode:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         raise RuntimeError(f"exit {done.returncode}: {lines[-1] if lines else 'no output'}")
-    found = json.loads(answer.read_text())
-    steps = [[(d, a) for d, a in own] for own in found["steps"]]
-    return Run(found["tokens"], steps, found["counters"]), found["version"]
+    result = json.loads(answer.read_text())
+    steps = [[(d, a) for d, a in request_steps] for request_steps in result["steps"]]
+    return Run(result["tokens"], steps, result["counters"]), result["version"]
 
 
 def has(python: str, module: str) -> bool:
@@ -282,8 +281,8 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
                 run = train(case.drafter, data, out / "runs", arguments.max_steps)
                 to_checkpoint = export(run, case.format, out / f"{case.drafter}-{case.format}")
             ours = ours_of(directory, case, prompts, arguments.max_tokens, str(run) if run else None)
-            theirs, version = theirs_of(arguments.vllm, directory, case, prompts, arguments.max_tokens, out, to_checkpoint)
-            rows.append(row(case, ours, theirs, arguments.max_tokens))
+            vllm, version = vllm_run(arguments.vllm, directory, case, prompts, arguments.max_tokens, out, to_checkpoint)
+            rows.append(row(case, ours, vllm, arguments.max_tokens))
         except RuntimeError as error:
             rows.append({"case": case.name, "reason": f"FAILED {error}", "failed": True})
     about = f"{MODEL}, float32, T=0, K={K}, {len(prompts)} prompts, {arguments.max_tokens} tokens"

@@ -12,7 +12,7 @@ from specdec.engine import Engine
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier
 from support.distributions import chi_square, code
-from support.table import NUM_DRAFT, TableLM, joint_law, proposer
+from support.table import NUM_DRAFT, TableLM, joint_distribution, proposer
 
 ROWS = 64
 
@@ -51,21 +51,21 @@ def decode(
 
 
 def misfit(target: TableLM, requests: list[Request], stretch: int = STRETCH) -> float:
-    """Chi-square of the joint law of (two tokens before, stretch), over its threshold. Below 1 it fits."""
+    """Chi-square of the joint distribution of (two tokens before, stretch), over its threshold. Below 1 it fits."""
     vocab = target.vocab_size
     params = requests[0].params
     penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    assert params.max_tokens == stretch or not penalises, "with penalties the law depends on more"
+    assert params.max_tokens == stretch or not penalises, "with penalties the distribution depends on more"
     # with the last two of the prompt, every stretch has two tokens before it
     token_BL = torch.tensor([[*r.prompt_token_ids[-2:], *r.output_token_ids] for r in requests])
     token_NL = token_BL.unfold(1, stretch + 2, stretch).flatten(0, 1)
     count_CX = torch.bincount(code(token_NL, vocab), minlength=vocab ** (stretch + 2)).view(vocab**2, -1)
     pairs = itertools.product(range(vocab), repeat=2)
-    law_CX = torch.stack([joint_law(target, pair, params, stretch) for pair in pairs])
-    # pairs after which the law is the same count as one
-    law_CX, same_C = law_CX.unique(dim=0, return_inverse=True)
-    count_CX = torch.zeros_like(law_CX, dtype=torch.int64).index_add_(0, same_C, count_CX)
-    statistic, threshold = chi_square(count_CX, count_CX.sum(1, keepdim=True) * law_CX)
+    probs_CX = torch.stack([joint_distribution(target, pair, params, stretch) for pair in pairs])
+    # pairs after which the distribution is the same count as one
+    probs_CX, same_C = probs_CX.unique(dim=0, return_inverse=True)
+    count_CX = torch.zeros_like(probs_CX, dtype=torch.int64).index_add_(0, same_C, count_CX)
+    statistic, threshold = chi_square(count_CX, count_CX.sum(1, keepdim=True) * probs_CX)
     return statistic / max(threshold, 1.0)
 
 
@@ -80,5 +80,5 @@ def drafts_of(
 
 
 def adverse(target: TableLM = TABLE) -> Proposer:
-    """Draws from a law that is nearly the contrary of the target's: most drafts are rejected somewhere."""
+    """Draws from a distribution that is nearly the contrary of the target's: most drafts are rejected somewhere."""
     return drafts_of("negated", target)

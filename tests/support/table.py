@@ -1,9 +1,9 @@
-"""A target whose law can be written down, for tests of the whole engine: the last two tokens tell it.
+"""A target whose distribution can be written down, for tests of the whole engine: the last two tokens tell it.
 
 `TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V,
 and its logits come from what stands there: a token that is stale, misplaced or missing after a rejection
-changes the law, or is found out as a slot that was never written. `reference_law` says in words what the
-sampling parameters mean, and `joint_law` multiplies that out. `methods` and `schemes` list what there is to
+changes the distribution, or is found out as a slot that was never written. `next_probs_reference` says in words what the
+sampling parameters mean, and `joint_distribution` multiplies that out. `methods` and `schemes` list what there is to
 test.
 
 Shape letters are those of specdec/core.py; S counts slots.
@@ -102,8 +102,8 @@ class TableLM(CausalLM):
             num_attention_heads=1, num_key_value_heads=1, head_dim=4, max_position_embeddings=512,
         )  # fmt: skip
         self.head_VD = torch.randn(self.vocab_size, self.hidden_size, generator=noise)
-        self.own_embedding = torch.nn.Embedding(self.vocab_size, self.hidden_size).requires_grad_(False)
-        self.own_embedding.weight.copy_(torch.randn(self.vocab_size, self.hidden_size, generator=noise))
+        self.embedding_of_drafter = torch.nn.Embedding(self.vocab_size, self.hidden_size).requires_grad_(False)
+        self.embedding_of_drafter.weight.copy_(torch.randn(self.vocab_size, self.hidden_size, generator=noise))
         self.config._attn_implementation = "specdec"
         decoder = SimpleNamespace(rotary_emb=LlamaRotaryEmbedding(self.config))
         layers = torch.nn.ModuleList([LlamaDecoderLayer(self.config, 0)])
@@ -123,7 +123,7 @@ class TableLM(CausalLM):
 
     @property
     def embedding(self) -> torch.nn.Module:
-        return self.own_embedding
+        return self.embedding_of_drafter
 
     @classmethod
     def random(cls, vocab_size: int, seed: int = 0, scale: float = 1.0, max_model_len: int = 512) -> TableLM:
@@ -132,10 +132,10 @@ class TableLM(CausalLM):
         return cls(table, f"table-{vocab_size}-{seed}", max_model_len)
 
     @classmethod
-    def constant(cls, law: Sequence[float], max_model_len: int = 512) -> TableLM:
-        """The same law everywhere."""
-        table = np.broadcast_to(np.log(law), (len(law) + 1, len(law), len(law)))
-        return cls(table, f"constant-{law}", max_model_len)
+    def constant(cls, distribution: Sequence[float], max_model_len: int = 512) -> TableLM:
+        """The same distribution everywhere."""
+        table = np.broadcast_to(np.log(distribution), (len(distribution) + 1, len(distribution), len(distribution)))
+        return cls(table, f"constant-{distribution}", max_model_len)
 
     def _with_table(self, table: np.ndarray, name: str) -> TableLM:
         other = copy.copy(self)
@@ -221,14 +221,14 @@ class FirstWriteWins(TokenCache):
 # What the sampling parameters mean, slowly
 
 
-def reference_law(
+def next_probs_reference(
     logits_V: Sequence[float],
     params: SamplingParams,
     prompt: Sequence[int],
     output: Sequence[int],
     stop_ids: Sequence[int] = (),
 ) -> np.ndarray:
-    """[V] float64: the law of the token after prompt + output. stop_ids: what `min_tokens` forbids."""
+    """[V] float64: the distribution of the token after prompt + output. stop_ids: what `min_tokens` forbids."""
     logits = [float(x) for x in logits_V]
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
@@ -260,19 +260,19 @@ def reference_law(
                 nucleus.add(token)
             mass += weight[token]
         kept = nucleus
-    law = np.array([weight[token] if token in kept else 0.0 for token in vocab])
-    return law / law.sum()
+    distribution = np.array([weight[token] if token in kept else 0.0 for token in vocab])
+    return distribution / distribution.sum()
 
 
-def joint_law(model: TableLM, prompt: Sequence[int], params: SamplingParams, count: int) -> Tensor:
-    """[V ** count] the exact law of that many tokens after the prompt, in the order of itertools.product."""
+def joint_distribution(model: TableLM, prompt: Sequence[int], params: SamplingParams, count: int) -> Tensor:
+    """[V ** count] the exact distribution of that many tokens after the prompt, in the order of itertools.product."""
     joint = np.ones(1)
     for length in range(count):
-        laws = [
-            reference_law(model.logits_after([*prompt, *output]), params, prompt, output)
+        distributions = [
+            next_probs_reference(model.logits_after([*prompt, *output]), params, prompt, output)
             for output in itertools.product(range(model.vocab_size), repeat=length)
         ]
-        joint = (joint[:, None] * np.stack(laws)).reshape(-1)
+        joint = (joint[:, None] * np.stack(distributions)).reshape(-1)
     return torch.from_numpy(joint)
 
 
@@ -336,18 +336,18 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             }
             for how in ("greedy", "probabilistic")
         },
-        # parts that draw from laws of their own, at lengths of their own, and a K of its own for one of them
+        # parts that draw from distributions of their own, at lengths of their own, and a K of its own for one of them
         "hybrid-of-four": _K
         | {
             "proposers": [
-                {"method": "custom_class", "model": "support.table.OwnLaw", "num_speculative_tokens": 2},
+                {"method": "custom_class", "model": "support.table.TableProposer", "num_speculative_tokens": 2},
                 {"method": "suffix", "suffix_decoding_max_tree_depth": 6, "min_score": 0.6},
                 {"method": "mlp", "model": "fresh", "draft_sample_method": "probabilistic", "max_model_len": 24},
                 {"method": "draft_model", "model": "noisy"},
             ]
         },
     },
-    "custom_class": {"own-law": _K | {"model": "support.table.OwnLaw"}, "ragged": _K | {"model": "support.table.Ragged"}},
+    "custom_class": {"table": _K | {"model": "support.table.TableProposer"}, "ragged": _K | {"model": "support.table.Ragged"}},
 }
 
 
@@ -360,8 +360,8 @@ def _yaml(path: Path) -> tuple[str, dict[str, Any]]:
 def methods() -> list[Any]:
     """pytest parameters (method, settings) of everything in conf/method."""
     cases = []
-    for name, own in (_yaml(path) for path in sorted((CONF / "method").glob("*.yaml"))):
-        default = {name: own}
+    for name, yaml_settings in (_yaml(path) for path in sorted((CONF / "method").glob("*.yaml"))):
+        default = {name: yaml_settings}
         if method.is_trained(name):
             hows = ("greedy", "probabilistic")
             default = {f"{how}-{name}": _K | {"model": "fresh", "draft_sample_method": how} for how in hows}
@@ -389,7 +389,9 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
 def with_models(name: str, settings: dict[str, Any], target: CausalLM, drafters: dict[str, CausalLM]) -> dict[str, Any]:
     """The settings with what their words stand for."""
     if "proposers" in settings:
-        return settings | {"proposers": [with_models(own["method"], own, target, drafters) for own in settings["proposers"]]}
+        return settings | {
+            "proposers": [with_models(component["method"], component, target, drafters) for component in settings["proposers"]]
+        }
     model = settings.get("model")
     if settings.get("shared_storage_path") == "fresh":
         settings = settings | {"shared_storage_path": tempfile.mkdtemp()}
@@ -465,30 +467,30 @@ def policy(name: str, drafting: Proposer, rows: int) -> Policy:
 # Proposers of a user's own, for method `custom_class`
 
 
-class OwnLaw:
-    """Draws ragged drafts from laws of its own, which depend on the token before and on the place."""
+class TableProposer:
+    """Draws ragged drafts from distributions of its own, which depend on the token before and on the place."""
 
     needs_uniforms = True
 
     def __init__(self, num_speculative_tokens: int, target: TableLM) -> None:
         shape = (num_speculative_tokens, target.vocab_size, target.vocab_size)
         logits_KVV = torch.randn(shape, generator=torch.Generator().manual_seed(7))
-        self.law_KVV = (1.5 * logits_KVV).softmax(-1)
+        self.q_KVV = (1.5 * logits_KVV).softmax(-1)
         self.num_speculative_tokens = num_speculative_tokens
 
     def propose(self, context: Context) -> Draft:
         tokens = []
-        laws = []
+        distributions = []
         last_B = context.last_token_B
         assert context.uniform_BK is not None
-        for k, law_VV in enumerate(self.law_KVV):
-            laws.append(law_VV[last_B])
-            last_B = inverse_cdf(laws[-1], context.uniform_BK[:, k])
+        for k, q_VV in enumerate(self.q_KVV):
+            distributions.append(q_VV[last_B])
+            last_B = inverse_cdf(distributions[-1], context.uniform_BK[:, k])
             tokens.append(last_B)
         # a length may look at committed tokens, but not at those that are offered
         sums = [int(context.tokens(b).sum()) for b in range(len(context.rows))]
         length_B = torch.tensor([self.num_speculative_tokens - total % 3 for total in sums]).clamp(min=0)
-        return Draft(torch.stack(tokens, 1), length_B, torch.stack(laws, 1))
+        return Draft(torch.stack(tokens, 1), length_B, torch.stack(distributions, 1))
 
 
 class Ragged:

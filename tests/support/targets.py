@@ -46,16 +46,16 @@ SHIPPED: dict[str, tuple[Any, dict[str, Any], int]] = {
 
 
 @cache
-def made_once(name: str, root: Path) -> Path:
+def random_target(name: str, root: Path) -> Path:
     """A random target of the published architecture, and modules with random weights under the published names beside it: the
     layer of a module is named as the target's last one, which transformers writes."""
     directory = root / name
     (kind, shape, count) = SHIPPED[name]
-    told = {} if name == "qwen3-next-dense" else {"num_nextn_predict_layers": count}  # as the published ones
-    own = kind(**SMALL, **shape, **told)
+    nextn = {} if name == "qwen3-next-dense" else {"num_nextn_predict_layers": count}  # as the published ones
+    config = kind(**SMALL, **shape, **nextn)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(own, dtype=torch.float32).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     noise = torch.Generator().manual_seed(7)
     layer = "model.layers.2."
@@ -69,8 +69,8 @@ def made_once(name: str, root: Path) -> Path:
     for i in range(count):
         prefix = "mtp.layers.0." if qwen else f"model.layers.{3 + i}."
         for key in [key for key in tensors if key.startswith(layer)]:
-            own_norm = key.endswith("norm.weight")
-            more[prefix + key.removeprefix(layer)] = near(tensors[key], norm if own_norm else 0, 0.15 if own_norm else 0.3)
+            is_norm = key.endswith("norm.weight")
+            more[prefix + key.removeprefix(layer)] = near(tensors[key], norm if is_norm else 0, 0.15 if is_norm else 0.3)
         width = tensors["model.norm.weight"]
         both = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
         if qwen:
@@ -87,9 +87,9 @@ def made_once(name: str, root: Path) -> Path:
     if name == "deepseek-2-moe":  # in shards, the modules in both
         (directory / "model.safetensors").unlink()
         shards = {"model-00001-of-00002.safetensors": keys[::2], "model-00002-of-00002.safetensors": keys[1::2]}
-        for shard, own_keys in shards.items():
-            save_file({key: (tensors | more)[key] for key in own_keys}, directory / shard, {"format": "pt"})
-        placed = {key: shard for shard, own_keys in shards.items() for key in own_keys}
+        for shard, shard_keys in shards.items():
+            save_file({key: (tensors | more)[key] for key in shard_keys}, directory / shard, {"format": "pt"})
+        placed = {key: shard for shard, shard_keys in shards.items() for key in shard_keys}
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     else:
         save_file(tensors | more, directory / "model.safetensors", {"format": "pt"})
@@ -99,10 +99,10 @@ def made_once(name: str, root: Path) -> Path:
 
 
 def tensors_of(directory: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in directory.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 def changed(source: Path, directory: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:

@@ -46,11 +46,11 @@ def statistics(kind: str) -> Tensor:
     return OnlineFeatures(loaded(), layers)(SAMPLES).hidden(layers)
 
 
-def learner(kind: str = "eagle3", **objective: Any) -> Any:
+def trainable(kind: str = "eagle3", **objective: Any) -> Any:
     """A drafter ready to be trained."""
     drafter = method.find(kind)(loaded(), fresh(kind), 1)
-    given = {} if kind == "eagle" else {"ttt_steps": 3}
-    drafter.for_training(drafter.objective_type(**given | objective), Init(), statistics(kind))
+    defaults = {} if kind == "eagle" else {"ttt_steps": 3}
+    drafter.for_training(drafter.objective_type(**defaults | objective), Init(), statistics(kind))
     return drafter
 
 
@@ -82,24 +82,24 @@ def train(
     **settings: Any,
 ) -> Trained:
     """`fit` with small settings. more: other arguments of `fit`."""
-    drafter = drafter or learner(kind)
+    drafter = drafter or trainable(kind)
     rows = []
 
     def kept(row: dict[str, Any]) -> None:
         rows.append(row)
         log(row)
 
-    given = {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "lr": 1e-3, "mixed_precision": "no"}
+    defaults = {"max_steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "lr": 1e-3, "mixed_precision": "no"}
     often = {"log_every": 1, "eval_every": 100, "save_every": 100}
-    own = Settings(**given | often | settings)
-    result = fit(drafter, source or online(kind), samples, held_out, own, out_dir, log=kept, **more or {})
+    run_settings = Settings(**defaults | often | settings)
+    result = fit(drafter, source or online(kind), samples, held_out, run_settings, out_dir, log=kept, **more or {})
     return Trained(result, rows, {key: value.detach().clone() for key, value in drafter.state_dict().items()}, out_dir)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor], gap: float = 1e-5) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=0, atol=gap, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=gap, msg=lambda message, name=name: f"{name}: {message}")
 
 
 def state_of(directory: Path) -> dict[str, Tensor]:
@@ -113,14 +113,14 @@ CLOCKS = {"tokens_per_s", "features_share", "outside_share"}
 def same_rows(one: list[dict[str, Any]], other: list[dict[str, Any]], gap: float = 1e-5) -> None:
     """Rows of metrics agree, but for what a clock says."""
     assert [row["step"] for row in one] == [row["step"] for row in other]
-    for mine, theirs in zip(one, other, strict=True):
-        assert mine.keys() == theirs.keys(), f"step {mine['step']}"
-        for key in sorted(mine.keys() - CLOCKS):
-            pairs = [(mine[key], theirs[key])]
-            if isinstance(mine[key], list):
-                pairs = list(zip(mine[key], theirs[key], strict=True))
+    for a_row, b_row in zip(one, other, strict=True):
+        assert a_row.keys() == b_row.keys(), f"step {a_row['step']}"
+        for key in sorted(a_row.keys() - CLOCKS):
+            pairs = [(a_row[key], b_row[key])]
+            if isinstance(a_row[key], list):
+                pairs = list(zip(a_row[key], b_row[key], strict=True))
             for a, b in pairs:  # a rate with nothing behind it is None
-                assert a is b is None or a == pytest.approx(b, rel=gap, abs=gap), f"step {mine['step']}: {key}"
+                assert a is b is None or a == pytest.approx(b, rel=gap, abs=gap), f"step {a_row['step']}: {key}"
 
 
 def stop_at(step: int, number: int) -> Callable[[int], None]:

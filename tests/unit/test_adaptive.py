@@ -1,5 +1,5 @@
-"""K that changes from step to step: output stays the target's, in fact at temperature 0 and in law above; what decides does it
-as it says; costs are what the tables say."""
+"""K that changes from step to step: output stays the target's, token for token at temperature 0 and in distribution above;
+policies decide as documented; costs are what the tables hold."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_output_is_plain_decodings(case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in DRAFTING if "greedy" not in case.id and "same" not in case.id])
-def test_joint_law(case: Case) -> None:
-    """Lengths chosen by what was accepted, and verified by evidence: the law stays what it is. (Of greedy drafters the
+def test_joint_distribution(case: Case) -> None:
+    """Lengths chosen by what was accepted, and verified by evidence: the distribution stays what it is. (Of greedy drafters the
     output at temperature 0 and under `match`, above, says as much: their drafts are functions of the text.)"""
     drafting = proposer(case, SMALL)
     deciding = policy("both", drafting, 8)
@@ -66,7 +66,7 @@ def test_joint_law(case: Case) -> None:
 
 @pytest.mark.parametrize("rejecting", ["standard", "block"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_joint_law_of_an_adverse_drafter(name: str, rejecting: str) -> None:
+def test_joint_distribution_of_an_adverse_drafter(name: str, rejecting: str) -> None:
     """Probabilistic drafts, rejected somewhere most of the time; and lengths that do change."""
     drafting = adverse(SMALL)
     requests = decode(SMALL, drafting, scheme(rejecting), num_requests=400, rows=8, deciding=policy(name, drafting, 8))
@@ -76,7 +76,7 @@ def test_joint_law_of_an_adverse_drafter(name: str, rejecting: str) -> None:
     assert (sum(sum(request.stats.trimmed) for request in requests) > 0) == (name in ("restless", "prunes", "both"))
 
 
-class ByTheDrawnToken(Scheduled):
+class PrunesByToken(Scheduled):
     """What is forbidden: a token is cut by its own probability."""
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
@@ -86,7 +86,7 @@ class ByTheDrawnToken(Scheduled):
 
 
 class ByWhatComesAfter(Scheduled):
-    """Forbidden too: whether a token stays hangs on the law after it, which was made from it."""
+    """Forbidden too: whether a token stays hangs on the distribution after it, which was made from it."""
 
     needs_confidence = True
 
@@ -95,7 +95,7 @@ class ByWhatComesAfter(Scheduled):
         return np.where((draft.confidence_BKF[:, -1, 0] > 0.3).numpy(), draft.length_B.numpy(), 0)
 
 
-@pytest.mark.parametrize("deciding", [ByTheDrawnToken, ByWhatComesAfter])
+@pytest.mark.parametrize("deciding", [PrunesByToken, ByWhatComesAfter])
 def test_forbidden_rules_do_not_fit(deciding: type[Scheduled]) -> None:
     drafting = adverse(SMALL)
     rule = deciding([[1, 1, NUM_DRAFT]], NUM_DRAFT)
@@ -149,15 +149,15 @@ def test_a_schedule_that_drafts_nothing_decodes_plainly() -> None:
 # ------------------------------------------------------------------------------------------- a request's own wish
 
 
-@pytest.mark.parametrize("own", [{"method": "none"}, {"num_speculative_tokens": 0}])
-def test_a_request_may_switch_speculation_off(own: dict[str, Any]) -> None:
+@pytest.mark.parametrize("request_config", [{"method": "none"}, {"num_speculative_tokens": 0}])
+def test_a_request_may_switch_speculation_off(request_config: dict[str, Any]) -> None:
     llm = LLM("tiny", dtype="float32", device="cpu", max_batch_size=3, speculative_config=ngram(3))
     text = "one two three one two three one two"
     with_it, without, less = llm.generate(
         [text] * 3,
         [
-            SamplingParams(temperature=0, max_tokens=24, speculative_config=own)
-            for own in (None, own, {"num_speculative_tokens": 1})
+            SamplingParams(temperature=0, max_tokens=24, speculative_config=request_config)
+            for request_config in (None, request_config, {"num_speculative_tokens": 1})
         ],
         use_tqdm=False,
     )
@@ -171,7 +171,7 @@ def ngram(num_draft: int | str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("request_config", "words"),
     [
         ({"method": "ngram"}, ["'ngram'", "only 'none'"]),
         ({"num_speculative_tokens": -1}, ["-1", "from 0 on"]),
@@ -179,8 +179,8 @@ def ngram(num_draft: int | str, **more: Any) -> dict[str, Any]:
         ({"prompt_lookup_max": 2}, ["prompt_lookup_max"]),
     ],
 )
-def test_wishes_that_cannot_be(own: dict[str, Any], words: list[str], one_line: Any) -> None:
-    one_line(lambda: SamplingParams(speculative_config=own), *words)
+def test_wishes_that_cannot_be(request_config: dict[str, Any], words: list[str], one_line: Any) -> None:
+    one_line(lambda: SamplingParams(speculative_config=request_config), *words)
 
 
 def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalLM) -> None:
@@ -204,7 +204,7 @@ def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
 
 
 def test_acceptance_is_learned() -> None:
-    """Of a known law with evidence, offsets by position and tokens that were never looked at."""
+    """Of a known distribution with evidence, offsets by position and tokens that were never looked at."""
     rng = np.random.default_rng(0)
     model = AcceptanceModel(6, 1)
     offset = np.array([0.5, 0.0, -0.5])
@@ -300,7 +300,7 @@ def test_the_choice_is_the_best_there_is() -> None:
             assert gain(got_B) == pytest.approx(best)
 
 
-def test_a_drawn_token_is_let_in_without_looking_past_it() -> None:
+def test_a_sampled_token_is_verified_without_looking_past_it() -> None:
     """Whatever comes after a token of its row, and is worth less, it stays in or out."""
     rng = np.random.default_rng(2)
     price_N = np.diff(convex_hull(rng.random(13).cumsum()))
@@ -343,7 +343,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
     table = costs()
     table.save(tmp_path / "cost.json")
     assert cost_table.load(tmp_path / "cost.json") == table
-    told = json.loads((tmp_path / "cost.json").read_text())
+    content = json.loads((tmp_path / "cost.json").read_text())
     for change, word in (
         ({"format": "other"}, "not a file of eval/profile_cost.py"),
         ({"verify_s": [[1.0]]}, "verify_s must be 2 x 4"),
@@ -352,7 +352,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
         ({"draft_lengths": [1, 2, 3, 4]}, "draft_lengths at 0"),
         ({"more": 1}, "more"),
     ):
-        (tmp_path / "bad.json").write_text(json.dumps(told | change))
+        (tmp_path / "bad.json").write_text(json.dumps(content | change))
         one_line(lambda: cost_table.load(tmp_path / "bad.json"), "bad.json", word)
     one_line(lambda: cost_table.load(tmp_path / "none.json"), "none.json", "cannot be read", "profile_cost")
 
@@ -372,11 +372,11 @@ def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
 
 def test_costs_of_a_drafter_with_a_short_context(target: CausalLM, one_line: Any) -> None:
     """Beyond it nothing would be drafted, and drafting would seem free."""
-    given = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
-    drafting, _ = SpeculativeConfig(**given, max_model_len=60).resolve().build(target)
+    config = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
+    drafting, _ = SpeculativeConfig(**config, max_model_len=60).resolve().build(target)
     table = profiling.measure(target, drafting, [1], repeats=1)
     assert table.draft_s[0][3] > 2 * table.draft_s[0][0] + 1e-4
-    drafting, _ = SpeculativeConfig(**given, max_model_len=10).resolve().build(target)
+    drafting, _ = SpeculativeConfig(**config, max_model_len=10).resolve().build(target)
     one_line(lambda: profiling.measure(target, drafting, [1]), "max_model_len is 10", "cost_table")
 
 
@@ -388,12 +388,12 @@ def test_a_table_never_says_nothing() -> None:
     assert float(table.verify(1, 1)) >= 0.005
 
 
-@pytest.mark.parametrize("own", ["Wide", "Stubborn"])
-def test_a_class_of_ones_own_may_ignore_the_limit(own: str, target: CausalLM) -> None:
+@pytest.mark.parametrize("class_name", ["Wide", "Stubborn"])
+def test_a_class_of_ones_own_may_ignore_the_limit(class_name: str, target: CausalLM) -> None:
     """Under every policy, and while costs are measured."""
     for more in ({"num_speculative_tokens": "auto"}, {"num_speculative_tokens": 3, "enable_adaptive_verification": True}):
-        given = {"method": "custom_class", "model": f"{__name__}.{own}", **more}
-        llm = LLM("tiny", dtype="float32", device="cpu", max_batch_size=2, speculative_config=given)
+        config = {"method": "custom_class", "model": f"{__name__}.{class_name}", **more}
+        llm = LLM("tiny", dtype="float32", device="cpu", max_batch_size=2, speculative_config=config)
         outputs = llm.generate(["ab", "cde"], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
         plain = LLM("tiny", dtype="float32", device="cpu").generate(
             ["ab", "cde"], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
@@ -434,15 +434,18 @@ def test_the_best_schedule() -> None:
 
 
 def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:
-    for given, most in ((ngram("auto"), adaptive.AUTO_MAX_DRAFT), ({"method": "suffix", "num_speculative_tokens": "auto"}, 24)):
-        plan = SpeculativeConfig(**given).resolve()
+    for settings, most in (
+        (ngram("auto"), adaptive.AUTO_MAX_DRAFT),
+        ({"method": "suffix", "num_speculative_tokens": "auto"}, 24),
+    ):
+        plan = SpeculativeConfig(**settings).resolve()
         drafting, _ = plan.build(target)
         assert drafting.num_speculative_tokens == most
         assert isinstance(plan.policy.build(target, drafting, 1), Adaptive)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("config", "words"),
     [
         (ngram("auto", **{WHAT: [[1, 4, 3]]}), ["auto", WHAT]),
         (ngram("many"), ["num_speculative_tokens='many'"]),
@@ -458,8 +461,8 @@ def test_auto_takes_what_the_drafter_can(target: CausalLM) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be(given: dict[str, Any], words: list[str], target: CausalLM, one_line: Any) -> None:
-    one_line(lambda: SpeculativeConfig.parse(given).resolve().build(target), *words)
+def test_settings_that_cannot_be(config: dict[str, Any], words: list[str], target: CausalLM, one_line: Any) -> None:
+    one_line(lambda: SpeculativeConfig.parse(config).resolve().build(target), *words)
 
 
 def test_a_file_may_hold_the_schedule(tmp_path: Path, target: CausalLM, one_line: Any) -> None:
@@ -482,7 +485,7 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path, target: CausalLM, 
         one_line(lambda plan=plan, drafting=drafting: plan.policy.build(target, drafting, 1), *words, "profile_cost")
 
 
-def test_evidence_is_of_the_law_and_not_of_the_token() -> None:
+def test_confidence_is_of_the_distribution_and_not_of_the_token() -> None:
     """Of a drawn draft: the log-odds of the likeliest token, at the request's temperature."""
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -546,8 +549,8 @@ def test_rows_that_sit_out_are_not_in_the_context() -> None:
     assert max(taken) <= 16 + 3
 
 
-def wrap(own: Any, target: TableLM) -> Any:
+def wrap(proposer: Any, target: TableLM) -> Any:
     """A CustomClass around an object that is there already."""
     wrapped = method.build("custom_class", target, model="support.table.Ragged", num_speculative_tokens=2)
-    wrapped.inner, wrapped.hidden_layers = own, own.hidden_layers  # type: ignore[attr-defined]
+    wrapped.inner, wrapped.hidden_layers = proposer, proposer.hidden_layers  # type: ignore[attr-defined]
     return wrapped

@@ -117,7 +117,7 @@ class Template:
     before: str = ""
     system: bool = True
     alternates: bool = False
-    trims: bool = False
+    strips: bool = False
     eos: str = "</s>"
     multi_turn: bool = True
 
@@ -126,8 +126,8 @@ TEMPLATES = {
     "chatml": Template(CHATML, "<|im_end|>", eos="<|im_end|>"),
     "chatml-other-eos": Template(CHATML, "<|im_end|>"),
     "system": Template(SYSTEM, "<|im_end|>"),
-    "llama3": Template(LLAMA3, "<|eot_id|>", trims=True),
-    "gemma": Template(GEMMA, "<end_of_turn>", system=False, alternates=True, trims=True),
+    "llama3": Template(LLAMA3, "<|eot_id|>", strips=True),
+    "gemma": Template(GEMMA, "<end_of_turn>", system=False, alternates=True, strips=True),
     "mistral": Template(MISTRAL, "</s>", before=" ", system=False, alternates=True),
     "plain": Template(PLAIN, ""),
     "qwen3": Template(QWEN3, "<|im_end|>", multi_turn=False),
@@ -181,12 +181,12 @@ def check(tokenizer: Any, messages: Messages, wanted: Callable[[str], str], **kw
     """Every answer, and nothing else, is supervised, and before each stands exactly what the engine would be given."""
     rendered = render(messages, tokenizer, **kwargs)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    told = [place for place in turns if wanted(messages[place]["content"])]
-    assert supervised(tokenizer, rendered) == [wanted(messages[place]["content"]) for place in told]
+    supervised_turns = [place for place in turns if wanted(messages[place]["content"])]
+    assert supervised(tokenizer, rendered) == [wanted(messages[place]["content"]) for place in supervised_turns]
     assert len(rendered.loss_mask) == len(rendered.token_ids)
-    for place, (first, _) in zip(told, spans(rendered), strict=True):
+    for place, (first, _) in zip(supervised_turns, spans(rendered), strict=True):
         assert rendered.token_ids[:first] == ids_of(tokenizer, messages[:place], **kwargs)
-    if told[-1] == turns[-1]:
+    if supervised_turns[-1] == turns[-1]:
         assert spans(rendered)[-1][1] == len(rendered.token_ids), "nothing after the last answer"
     return rendered
 
@@ -215,7 +215,7 @@ def test_exactly_the_answers_and_what_ends_them_are_supervised(name: str, case: 
         return
 
     def wanted(content: str) -> str:
-        return template.before + (content.strip() if template.trims else content) + template.end
+        return template.before + (content.strip() if template.strips else content) + template.end
 
     check(tokenizer, messages, wanted, **({} if template.multi_turn else {"enable_thinking": False}))
 
@@ -230,9 +230,9 @@ def test_of_the_embedded_model_too(case: str) -> None:
 
 def test_a_template_with_a_system_prompt_keeps_the_one_that_is_given() -> None:
     tokenizer = byte_tokenizer(SYSTEM)
-    without, given = (tokenizer.decode(render(CASES[case], tokenizer).token_ids) for case in ("one", "system"))
+    without, with_system = (tokenizer.decode(render(CASES[case], tokenizer).token_ids) for case in ("one", "system"))
     assert without.startswith("<|im_start|>system\nYou are of help.<|im_end|>\n<|im_start|>user\n")
-    assert given.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert with_system.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     assert "system" not in byte_tokenizer(CHATML).decode(render(CASES["one"], byte_tokenizer(CHATML)).token_ids)
 
 
@@ -244,8 +244,8 @@ def test_a_token_across_the_border_of_prompt_and_answer_is_not_made() -> None:
     one = [user("a"), assistant("\nb\n\nc")]
     rendered = check(tokenizer, one, lambda content: content + "<|im_end|>")
     assert rendered.token_ids.count(joined) == 1, "inside the answer they do join"
-    whole = tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)
-    assert whole.count(joined) == 2, "if all is put to tokens at once, they join across the border"
+    merged = tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)
+    assert merged.count(joined) == 2, "if all is put to tokens at once, they join across the border"
     two = [*one, user("d"), assistant("e")]
     rendered = render(two, tokenizer)
     assert supervised(tokenizer, rendered) == ["b\n\nc<|im_end|>", "e<|im_end|>"]
@@ -345,9 +345,9 @@ def test_without_an_assistant_turn_or_a_template_there_is_nothing_to_render() ->
 
 def test_max_length_cuts_tokens_and_mask_alike() -> None:
     tokenizer = byte_tokenizer(CHATML)
-    whole = render(CASES["two"], tokenizer)
-    for length in (0, 1, 20, len(whole.token_ids) - 1, len(whole.token_ids), 10**6):
-        assert render(CASES["two"], tokenizer, length) == Rendered(whole.token_ids[:length], whole.loss_mask[:length])
+    full = render(CASES["two"], tokenizer)
+    for length in (0, 1, 20, len(full.token_ids) - 1, len(full.token_ids), 10**6):
+        assert render(CASES["two"], tokenizer, length) == Rendered(full.token_ids[:length], full.loss_mask[:length])
 
 
 def test_the_messages_are_not_changed_and_may_hold_further_keys() -> None:
@@ -375,8 +375,8 @@ def test_the_frame_of_a_user_turn(name: str) -> None:
 def write(path: Path, rows: list[Any]) -> Path:
     """JSON lines; a text or bytes go in as they are."""
     lines = [row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode() for row in rows]
-    whole = b"".join(line + b"\n" for line in lines)
-    path.write_bytes(gzip.compress(whole) if path.suffix == ".gz" else whole)
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
 
 
@@ -491,14 +491,14 @@ def test_a_malformed_row_is_skipped_counted_and_listed(chatml: Any, tmp_path: Pa
     bad, reason = MALFORMED[kind]
     loaded = load(write(tmp_path / "a.jsonl", [ROWS[0], bad, "", ROWS[1], bad]), chatml, VOCAB)
     assert texts(chatml, loaded) == {key: ANSWERS[key] for key in ("r0", "r1")}
-    ((said, count),) = loaded.skipped.items()
-    assert reason in said
+    ((why, count),) = loaded.skipped.items()
+    assert reason in why
     assert count == 2
-    assert loaded.skipped_at == {said: ["line 2", "line 5"]}
-    assert loaded.skipped_note == f"2 {said} (first: line 2)"
+    assert loaded.skipped_at == {why: ["line 2", "line 5"]}
+    assert loaded.skipped_note == f"2 {why} (first: line 2)"
     with pytest.raises(ValueError, match="no row can be trained on") as error:
         load(write(tmp_path / "b.jsonl", [bad]), chatml, VOCAB)
-    assert said in str(error.value)
+    assert why in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -611,17 +611,17 @@ def test_columns_that_a_row_of_a_table_lacks_are_not_there(chatml: Any, tmp_path
 
 
 def test_a_hub_id_is_left_to_datasets(chatml: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
     def from_hub(name: str, split: str) -> Iterator[Any]:
-        asked.append((name, split))
+        calls.append((name, split))
         if name == "org/gone":
             raise ConnectionError("no route\nto host")
         return iter(ROWS)
 
     monkeypatch.setattr("datasets.load_dataset", from_hub)
     assert texts(chatml, load("org/set", chatml, VOCAB, split="test")) == ANSWERS
-    assert asked == [("org/set", "test")]
+    assert calls == [("org/set", "test")]
     with pytest.raises(ValueError, match=r"data.path=org/gone: cannot be read as a dataset \(.*no route\)$"):
         load("org/gone", chatml, VOCAB)
 
@@ -635,8 +635,8 @@ def test_a_missing_file_is_said(chatml: Any, tmp_path: Path, name: str, monkeypa
 
 def test_a_compressed_file_that_is_cut_short_is_said(chatml: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl.gz", ROWS)
-    whole = file.read_bytes()
-    for part in (whole[: len(whole) // 2], whole[:-4], b"not gzip", whole[:20] + b"\xff\xff\xff" + whole[23:]):
+    content = file.read_bytes()
+    for part in (content[: len(content) // 2], content[:-4], b"not gzip", content[:20] + b"\xff\xff\xff" + content[23:]):
         file.write_bytes(part)
         with pytest.raises(ValueError, match=r"a\.jsonl\.gz") as error:
             load(file, chatml, VOCAB)
@@ -646,8 +646,8 @@ def test_a_compressed_file_that_is_cut_short_is_said(chatml: Any, tmp_path: Path
 def test_line_ends_and_marks_of_other_systems(chatml: Any, tmp_path: Path) -> None:
     """CR LF, a byte order mark, no line end at the last line; and U+2028 inside of a text is no line end."""
     odd = [{**ROWS[0], "messages": [user("a\u2028b"), assistant("Answer 0.")]}, *ROWS[1:]]
-    whole = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in odd)
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + whole.encode())
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in odd)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
     loaded = load(tmp_path / "a.jsonl", chatml, VOCAB)
     assert texts(chatml, loaded) == ANSWERS
     assert not loaded.skipped
@@ -763,10 +763,10 @@ def test_a_tool_call_and_what_ends_it_are_supervised(name: str) -> None:
     if text_and_call:
         rendered = render([*before, calling("Let me see.")], tokenizer, eos_token_ids=ids)
         assert supervised(tokenizer, rendered) == [text_and_call]
-    whole = [*before, calling(None), TOOL, assistant("Warm.")]
-    rendered = render(whole, tokenizer, eos_token_ids=ids)
+    messages = [*before, calling(None), TOOL, assistant("Warm.")]
+    rendered = render(messages, tokenizer, eos_token_ids=ids)
     assert supervised(tokenizer, rendered) == [call, answer]
-    assert render([*whole, user("Thanks.")], tokenizer, eos_token_ids=ids) == rendered
+    assert render([*messages, user("Thanks.")], tokenizer, eos_token_ids=ids) == rendered
 
 
 def test_what_opens_the_next_message_is_the_end_of_a_turn_only_if_the_target_ends_with_it() -> None:
@@ -789,11 +789,11 @@ def test_the_ends_of_the_target_are_those_of_its_generation_config(tmp_path: Pat
     """And not only the tokenizer's eos token."""
     tokenizer = byte_tokenizer(OPENER, more=MORE)
     path = write(tmp_path / "a.jsonl", [{"id": "a", "messages": [user("Hi?"), assistant("Good day.")]}])
-    given = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
+    config = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
     for eos, wanted in ((["<|user|>", "<|observation|>"], "Good day.<|user|>"), (["</s>"], "Good day.")):
         ids = tokenizer.convert_tokens_to_ids(eos)
         target: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=VOCAB, max_model_len=100, eos_token_ids=ids)
-        assert texts(tokenizer, data.load_group(given | {"supervise": "generated"}, target)) == {"a": wanted}
+        assert texts(tokenizer, data.load_for(target, **config | {"supervise": "generated"})) == {"a": wanted}
 
 
 def test_a_turn_ends_with_the_first_of_the_targets_ends() -> None:
@@ -863,10 +863,10 @@ def test_arguments_under_every_name_are_shown(call: dict[str, Any]) -> None:
     shown = '<tool>\n{"name": "weather", "arguments": {"a": 1}}\n</tool><|im_end|>'
     tokenizer = byte_tokenizer(AFTER, more=MORE)
     assert supervised(tokenizer, render([user("q"), calling(None, call)], tokenizer)) == [shown]
-    whole = AFTER.replace(
+    template = AFTER.replace(
         "{'name': call.function.name, 'arguments': call.function.arguments} | tojson", "call.function | tojson"
     )
-    (text,) = supervised(tokenizer, render([user("q"), calling(None, call)], byte_tokenizer(whole, more=MORE)))
+    (text,) = supervised(tokenizer, render([user("q"), calling(None, call)], byte_tokenizer(template, more=MORE)))
     function = json.loads(text.removeprefix("<tool>\n").removesuffix("\n</tool><|im_end|>"))
     assert {**function, "arguments": {"a": 1}} == {"name": "weather", "arguments": {"a": 1}}
 
@@ -898,8 +898,8 @@ def test_flat_tools_lose_their_type() -> None:
 
 def test_arguments_of_the_template_must_be_its_own(chatml: Any) -> None:
     thinking = byte_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
-    given = {"enable_thinking": False, "enable_thinkin": False}
-    assert unread_template_kwargs(thinking, given, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
+    kwargs = {"enable_thinking": False, "enable_thinkin": False}
+    assert unread_template_kwargs(thinking, kwargs, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
     for name in ("max_length", "split", "tools", "tokenize", "messages"):
         with pytest.raises(ValueError, match=f"'{name}'"):
             unread_template_kwargs(chatml, {name: 1}, "data.template_kwargs")
@@ -953,7 +953,7 @@ def test_the_tools_of_a_row_reach_the_template(tmp_path: Path) -> None:
         "one": {"tools": SCHEMA},
         "functions": {"functions": [SCHEMA["function"]]},
     }
-    rows = [{"id": name, "messages": messages, **given} for name, given in spelled.items()]
+    rows = [{"id": name, "messages": messages, **fields} for name, fields in spelled.items()]
     loaded = load(write(tmp_path / "a.jsonl", rows), tokenizer, VOCAB)
     assert not loaded.skipped
     assert not loaded.unused
@@ -1177,13 +1177,13 @@ def test_a_prompt_with_a_thinking_block_makes_a_sample_of_each_answer(template: 
     assert texts(tokenizer, loaded) == dict(zip(["one", "two/1", "two/2"], [a + end for a in answers], strict=True))
     befores = [CASES["one"][:1], CASES["two"][:1], CASES["two"][:3]]
     for sample, before in zip(loaded.samples, befores, strict=True):
-        own = {
+        samples = {
             "open": ids_of(tokenizer, before)[:-2],  # no block: the target would not have written one
             "empty": [*ids_of(tokenizer, before)[:-1], tokenizer.convert_tokens_to_ids("</think>")],
             "closed": ids_of(tokenizer, before),
         }[template]
         first = int(np.flatnonzero(sample.mask_n)[0])
-        assert sample.token_n[:first].tolist() == own
+        assert sample.token_n[:first].tolist() == samples
         assert sample.mask_n[first:].all()
     with pytest.raises(UnstableTemplate, match="otherwise than its generation prompt"):
         render(CASES["two"], tokenizer)
@@ -1229,11 +1229,11 @@ def test_a_call_after_a_prompt_that_opens_a_block(tmp_path: Path) -> None:
 
 def test_no_length_is_refused_and_not_taken_for_any(tmp_path: Path) -> None:
     target: Any = SimpleNamespace(tokenizer=byte_tokenizer(CHATML), vocab_size=VOCAB, max_model_len=100, eos_token_ids=[257])
-    given = {"path": str(write(tmp_path / "a.jsonl", ROWS)), "limit": None, "split": "train", "template_kwargs": None}
+    config = {"path": str(write(tmp_path / "a.jsonl", ROWS)), "limit": None, "split": "train", "template_kwargs": None}
     for length in (0, -1, 2):
         with pytest.raises(ValueError, match=rf"data\.max_length={length}: at least 3 tokens"):
-            data.load_group(given | {"supervise": "generated", "max_length": length}, target)
-    assert len(data.load_group(given | {"supervise": "generated", "max_length": None}, target).samples) == len(ROWS)
+            data.load_for(target, **config | {"supervise": "generated", "max_length": length})
+    assert len(data.load_for(target, **config | {"supervise": "generated", "max_length": None}).samples) == len(ROWS)
 
 
 def test_the_frame_of_a_user_turn_that_is_not_there_is_refused() -> None:
@@ -1345,25 +1345,25 @@ def test_the_demo_is_what_its_header_says() -> None:
     assert len(by_id) == len(rows)
     for row in rows:
         prompt = ids_of(tokenizer, row["messages"][:1])
-        own = by_id[row["id"]]
-        assert own.token_n[: len(prompt)].tolist() == prompt
-        assert not own.mask_n[: len(prompt)].any()
+        sources = by_id[row["id"]]
+        assert sources.token_n[: len(prompt)].tolist() == prompt
+        assert not sources.mask_n[: len(prompt)].any()
         if len(row["messages"]) == 2:
-            assert own.mask_n[len(prompt) :].all()
-            answer = tokenizer.decode(own.token_n[len(prompt) :], skip_special_tokens=True)
+            assert sources.mask_n[len(prompt) :].all()
+            answer = tokenizer.decode(sources.token_n[len(prompt) :], skip_special_tokens=True)
             assert answer == row["messages"][1]["content"]
-        assert own.token_n[-1] == tokenizer.eos_token_id or row["finish_reason"] == "length"
+        assert sources.token_n[-1] == tokenizer.eos_token_id or row["finish_reason"] == "length"
 
 
 def test_the_demo_shares_no_text_with_the_prompts_of_the_evaluation() -> None:
     """No eight words in a row."""
 
     def runs(text: str) -> set[tuple[str, ...]]:
-        own = words(text)
-        return {tuple(own[i : i + 8]) for i in range(len(own) - 7)}
+        tokens = words(text)
+        return {tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)}
 
-    asked = [json.loads(line) for line in Path(EVALUATION).read_text().splitlines()]
-    taboo = set().union(*(runs(turn) for row in asked for turn in row["turns"]))
+    prompts = [json.loads(line) for line in Path(EVALUATION).read_text().splitlines()]
+    taboo = set().union(*(runs(turn) for row in prompts for turn in row["turns"]))
     assert len(taboo) > 1000
     with gzip.open(data.DEMO, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines][1:]
@@ -1378,12 +1378,12 @@ def test_plain_text_and_everything_can_be_supervised(tmp_path: Path) -> None:
     target = CausalLM("tiny", "float32", "cpu")
     path = tmp_path / "text.jsonl"
     path.write_text(json.dumps({"text": "a plain text"}) + "\n" + json.dumps({"prompt": "p", "response": "rest"}) + "\n")
-    given = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
-    whole = data.load_group(given | {"supervise": "all"}, target).samples
-    some = data.load_group(given | {"supervise": "generated"}, target).samples
-    assert [sample.mask_n.all() for sample in whole] == [True, True]
+    config = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
+    all_supervised = data.load_for(target, **config | {"supervise": "all"}).samples
+    some = data.load_for(target, **config | {"supervise": "generated"}).samples
+    assert [sample.mask_n.all() for sample in all_supervised] == [True, True]
     assert [sample.mask_n.all() for sample in some] == [True, False]
-    assert [a.token_n.tolist() for a in whole] == [b.token_n.tolist() for b in some]
+    assert [a.token_n.tolist() for a in all_supervised] == [b.token_n.tolist() for b in some]
     assert some[0].token_n.tolist() == target.tokenizer("a plain text")["input_ids"]
     with pytest.raises(ValueError, match=r"data\.supervise=every: use generated"):
-        data.load_group(given | {"supervise": "every"}, target)
+        data.load_for(target, **config | {"supervise": "every"})

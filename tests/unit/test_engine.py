@@ -1,7 +1,7 @@
 """The decode loop: who is decoded when, where an answer ends, what is counted, and what a proposer is told.
 
 The target is mostly a `TableLM`, so that the tokens can be found by hand: `decode_reference` is the loop in words,
-without cache, batch or draft. The rest runs on the `tiny` model. Laws are the matter of test_engine_law.py.
+without cache, batch or draft. The rest runs on the `tiny` model. Distributions are the matter of test_engine_law.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.engine import Engine
 from specdec.measure.stats import pool, request_metrics
 from specdec.model.target import CausalLM
 from support.decoding import TABLE, V, decode_reference, make, outputs, prompts
-from support.table import NUM_DRAFT, OwnLaw, TableLM, methods, proposer, scheme, schemes
+from support.table import NUM_DRAFT, TableLM, TableProposer, methods, proposer, scheme, schemes
 
 SCHEMES = pytest.mark.parametrize("name", schemes())
 METHODS = pytest.mark.parametrize("case", methods())
@@ -144,7 +144,7 @@ def test_match_gives_what_none_gives_under_every_sampling_parameter(case: Case) 
 @SCHEMES
 @METHODS
 def test_greedy_gives_what_none_gives(case: Case, name: str) -> None:
-    """Beside rows that are sampled, too: then greedy rows take the way through the laws."""
+    """Beside rows that are sampled, too: then greedy rows take the way through the distributions."""
     for temperatures in ([0.0], [0.0, 1.0]):
         params = [{"max_tokens": 30, "temperature": temperatures[i % len(temperatures)]} for i in range(9)]
         requests = [make(p, i, **params[i]) for i, p in enumerate(prompts(9))]
@@ -172,7 +172,7 @@ def test_greedy_gives_what_transformers_generates(
     case: Case, penalty: float, tiny: CausalLM, drafters: dict[str, CausalLM]
 ) -> None:
     """`repetition_penalty` has the same definition there."""
-    theirs = hub.load_model(tiny.path, dtype=torch.float32)
+    reference = hub.load_model(tiny.path, dtype=torch.float32)
     requests = [
         make(p, i, max_tokens=24, temperature=0.0, repetition_penalty=penalty, ignore_eos=True)
         for i, p in enumerate(prompts(4, 250, 30))
@@ -180,7 +180,7 @@ def test_greedy_gives_what_transformers_generates(
     run(tiny, proposer(case, tiny, **drafters), "standard", requests)
     for request in requests:
         ids = torch.tensor([request.prompt_token_ids])
-        out = theirs.generate(
+        out = reference.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=24,
@@ -195,7 +195,7 @@ def test_greedy_gives_what_transformers_generates(
 # A request's tokens are its own
 
 
-RAGGED_CASES = cases("none", "ngram", "probabilistic-noisy", "own-law", "ragged")
+RAGGED_CASES = cases("none", "ngram", "probabilistic-noisy", "table", "ragged")
 
 
 def mixed_requests() -> list[Request]:
@@ -304,9 +304,9 @@ class Watching(StatelessProposer):
                 assert context.logits_BV[b].tolist() == self.target.logits_after(tokens[:-1]).tolist()
         draft = self.inner.propose(context)
         for b, request in enumerate(context.requests):
-            own = draft.token_BK[b, : draft.length_B[b]].tolist()
+            drafted = draft.token_BK[b, : draft.length_B[b]].tolist()
             budget = int(context.max_draft_B[b])
-            self.steps[request.id].append((int(context.length_B[b]), own, budget))
+            self.steps[request.id].append((int(context.length_B[b]), drafted, budget))
         return draft
 
 
@@ -371,14 +371,14 @@ def test_drafts_of_a_custom_class_are_cut_to_the_budget() -> None:
     assert [max(r.stats.drafted, default=0) for r in requests] == [0, 0, 1, 2, 3, 4]
 
 
-class Reckless(OwnLaw):
+class Reckless(TableProposer):
     def propose(self, context: Context) -> Draft:
         draft = super().propose(context)
         draft.length_B.fill_(self.num_speculative_tokens)
         return draft
 
 
-class Waiting(OwnLaw):
+class Waiting(TableProposer):
     """Waits, as for another process, and then computes."""
 
     def propose(self, context: Context) -> Draft:
@@ -389,10 +389,12 @@ class Waiting(OwnLaw):
 def test_cpu_time_is_recorded_beside_wall_time() -> None:
     drafting = method.build("custom_class", TABLE, model=f"{__name__}.Waiting", num_speculative_tokens=2)
     for request in run(TABLE, drafting, "standard", [make(p, i, max_tokens=6) for i, p in enumerate(prompts(3))]):
-        own = request.stats
-        assert len(own.cpu_s) == len(own.draft_s) > 0
-        assert own.prefill_cpu_s > 0
-        for draft_s, verify_s, cpu_s, drafted in zip(own.draft_s, own.verify_s, own.cpu_s, own.drafted, strict=True):
+        request_stats = request.stats
+        assert len(request_stats.cpu_s) == len(request_stats.draft_s) > 0
+        assert request_stats.prefill_cpu_s > 0
+        for draft_s, verify_s, cpu_s, drafted in zip(
+            request_stats.draft_s, request_stats.verify_s, request_stats.cpu_s, request_stats.drafted, strict=True
+        ):
             assert cpu_s > 0
             if drafted:
                 assert cpu_s < draft_s + verify_s - 0.015
@@ -402,12 +404,12 @@ def test_cpu_time_is_recorded_beside_wall_time() -> None:
 def test_the_padding_of_a_draft_may_be_anything(name: str) -> None:
     """Entries at or beyond the row's length are padding, says Draft."""
     drafting = method.build("custom_class", TABLE, model=f"{__name__}.Padded", num_speculative_tokens=3)
-    want = method.build("custom_class", TABLE, model="support.table.OwnLaw", num_speculative_tokens=3)
-    got = [run(TABLE, own, name, mixed_requests()) for own in (want, drafting)]
+    want = method.build("custom_class", TABLE, model="support.table.TableProposer", num_speculative_tokens=3)
+    got = [run(TABLE, proposer, name, mixed_requests()) for proposer in (want, drafting)]
     assert outputs(got[0]) == outputs(got[1])
 
 
-class Padded(OwnLaw):
+class Padded(TableProposer):
     def propose(self, context: Context) -> Draft:
         draft = super().propose(context)
         for tokens, length in zip(draft.token_BK, draft.length_B, strict=True):
@@ -559,7 +561,7 @@ def with_eos() -> TableLM:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @SCHEMES
-@pytest.mark.parametrize("case", cases("none", "greedy-noisy", "probabilistic-same", "suffix", "own-law"))
+@pytest.mark.parametrize("case", cases("none", "greedy-noisy", "probabilistic-same", "suffix", "table"))
 def test_answers_end_where_they_should(case: Case, name: str, temperature: float) -> None:
     target = with_eos()
     requests = ending_requests(temperature)
@@ -622,7 +624,7 @@ SPECIAL = {"skip_special_tokens": False}
 
 @DRAFTS
 @pytest.mark.parametrize(
-    ("text", "params", "kept", "said", "reason"),
+    ("text", "params", "kept", "generated", "reason"),
     [
         ("hello STOP world", {"stop": "STOP"}, "hello ", "hello STOP", "STOP"),
         ("hello STOP", {"stop": "STOP"}, "hello ", "hello STOP", "STOP"),
@@ -647,7 +649,7 @@ def test_stop_strings(
     text: str,
     params: dict[str, Any],
     kept: str | None,
-    said: str,
+    generated: str,
     reason: str | None,
     num_draft: int,
     wrong_every: int,
@@ -656,7 +658,7 @@ def test_stop_strings(
     """kept: the answer's text; said: what its tokens say, the last of which completes the string."""
     request = answer(tiny, text, num_draft, wrong_every, **params)
     assert request.text == kept
-    assert tiny.tokenizer.decode(request.output_token_ids, skip_special_tokens=False) == said
+    assert tiny.tokenizer.decode(request.output_token_ids, skip_special_tokens=False) == generated
     assert request.finish_reason == ("length" if reason is None else "stop")
     assert request.stop_reason == reason
     assert sum(request.stats.emitted) + 1 == len(request.output_token_ids)
@@ -717,27 +719,27 @@ def test_counts(case: Case, name: str) -> None:
         tokens = [*request.prompt_token_ids, *request.output_token_ids]
         place = len(request.prompt_token_ids) + 1  # the token that prefill gives belongs to no step
         limit = min(len(request.prompt_token_ids) + (request.params.max_tokens or 40), 40)
-        asked = iter(watching.steps.get(request.id, []))
+        calls = iter(watching.steps.get(request.id, []))
         for drafted, accepted, emitted in zip(stats.drafted, stats.accepted, stats.emitted, strict=True):
             before = place
             draft = []
             budget = min(watching.num_speculative_tokens, limit - place - 1)
             if budget:  # else the proposer has nothing to do
-                before, draft, told = next(asked)
-                assert told == budget
+                before, draft, num_accepted_prev = next(calls)
+                assert num_accepted_prev == budget
             assert (before, len(draft)) == (place, drafted)
             place += emitted
             same = [a == b for a, b in zip(draft, tokens[before:], strict=False)]
-            stands = len(list(itertools.takewhile(bool, same)))
+            num_accepted = len(list(itertools.takewhile(bool, same)))
             # a token that `block` draws after a rejection may be the one that was rejected
-            assert accepted <= stands if name == "block" else accepted == stands
+            assert accepted <= num_accepted if name == "block" else accepted == num_accepted
             cut = emitted == accepted
             assert emitted == accepted + (not cut)
             assert not cut or (place == len(tokens) and request.finish_reason == "stop")
             num_cut += cut
             recount[drafted, accepted] += 1
         assert place == len(tokens)
-        assert not list(asked)
+        assert not list(calls)
         assert sum(stats.emitted) + 1 == len(request.output_token_ids)
         assert len(stats.draft_s) == len(stats.verify_s) == len(stats.batch_size) == len(stats.emitted)
         assert request_metrics(stats)["num_output_tokens"] == len(request.output_token_ids)

@@ -78,12 +78,12 @@ def same(a: Batch, b: Batch) -> None:
 
 def contents(directory: Path) -> dict[str, dict[str, Tensor]]:
     """By sample id, everything that is stored of it; each is read against its hash."""
-    found = {}
+    layers = {}
     for path in sorted(directory.glob("*.safetensors")):
         for place, _ in artifact.locations(path):
-            assert place.id not in found, "no sample is there twice"
-            found[place.id] = artifact.read(place)
-    return found
+            assert place.id not in layers, "no sample is there twice"
+            layers[place.id] = artifact.read(place)
+    return layers
 
 
 def equal_contents(a: Path, b: Path) -> None:
@@ -112,14 +112,14 @@ def samples() -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def whole(target: CausalLM, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stored_features(target: CausalLM, samples: list[Sample], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """StoredFeatures of layers 1, 3 and 4, never written to by a test."""
     return write(OnlineFeatures(target, (1, 3)), samples, tmp_path_factory.mktemp("artifacts") / "whole")
 
 
 @pytest.fixture
-def copied(whole: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(whole, tmp_path / "copied")
+def copied(stored_features: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stored_features, tmp_path / "copied")
 
 
 # ---------------------------------------------------------------------------------------------- alignment
@@ -159,11 +159,11 @@ def test_id_i_is_what_enters_layer_i(adding: CausalLM, samples: list[Sample], la
     """Online, from our own files, and from files as vLLM writes them; the last id leaves the last layer, before the norm."""
     source = OnlineFeatures(adding, layers)
     assert source.layers == tuple(sorted({*layers, 4}))
-    own = StoredFeatures(write(source, samples, tmp_path / "own"), adding, layers)
+    stored = StoredFeatures(write(source, samples, tmp_path / "own"), adding, layers)
     plain = StoredFeatures(write(source, samples, tmp_path / "plain", plain=True), adding, layers, source.layers)
     for sample in samples:
         want = expected(adding, sample.token_n, layers)
-        for batch in (source([sample]), own([sample]), plain([sample])):
+        for batch in (source([sample]), stored([sample]), plain([sample])):
             assert torch.equal(batch.hidden_NTD, want)
             for layer in source.layers:
                 assert torch.equal(batch.hidden([layer])[:, 0], want[:, source.layers.index(layer)])
@@ -185,26 +185,26 @@ def test_a_batch_hands_out_layers_in_the_order_asked_for(adding: CausalLM, sampl
 
 
 @pytest.mark.parametrize("architecture", hub.TINY)
-def test_states_and_laws_are_those_of_transformers(architecture: str) -> None:
+def test_states_and_probs_are_those_of_transformers(architecture: str) -> None:
     """Every layer, and what the logits say wherever the next token is supervised; also past the window and the chunk."""
     model = CausalLM(f"tiny-{architecture}", "float32", "cpu")
-    theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
+    reference = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     pre_norm: list[Tensor] = []
-    theirs.model.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
+    reference.model.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
     source = OnlineFeatures(model, range(5))
     for sample in [*samples_of(3), *samples_of(1, 7, 60), long_one()]:
         with torch.no_grad():
-            out = theirs(torch.from_numpy(sample.token_n)[None], output_hidden_states=True)
+            out = reference(torch.from_numpy(sample.token_n)[None], output_hidden_states=True)
         want = torch.stack([state[0] for state in [*out.hidden_states[:-1], pre_norm[-1]]], 1)
-        own = source.compute(sample)
-        torch.testing.assert_close(own.hidden_nTD, want, rtol=1e-4, atol=1e-3 if len(sample.token_n) > 100 else 1e-4)
-        assert own.argmax_n is not None
-        assert own.logsumexp_n is not None
-        told = torch.from_numpy(np.append(sample.mask_n[1:], False))
-        assert torch.equal(own.argmax_n[told], out.logits[0].argmax(-1)[told])
-        torch.testing.assert_close(own.logsumexp_n[told], out.logits[0].logsumexp(-1)[told], rtol=1e-4, atol=1e-3)
-        assert (own.argmax_n[~told] == -1).all()
-        assert (own.logsumexp_n[~told] == 0).all()
+        batch = source.compute(sample)
+        torch.testing.assert_close(batch.hidden_nTD, want, rtol=1e-4, atol=1e-3 if len(sample.token_n) > 100 else 1e-4)
+        assert batch.argmax_n is not None
+        assert batch.logsumexp_n is not None
+        labelled = torch.from_numpy(np.append(sample.mask_n[1:], False))
+        assert torch.equal(batch.argmax_n[labelled], out.logits[0].argmax(-1)[labelled])
+        torch.testing.assert_close(batch.logsumexp_n[labelled], out.logits[0].logsumexp(-1)[labelled], rtol=1e-4, atol=1e-3)
+        assert (batch.argmax_n[~labelled] == -1).all()
+        assert (batch.logsumexp_n[~labelled] == 0).all()
 
 
 def long_one() -> Sample:
@@ -220,38 +220,38 @@ def long_one() -> Sample:
 def test_a_sample_has_the_same_bits_in_any_company(architecture: str, dtype: str) -> None:
     """Alone, again, after longer ones, in another order, and kept in memory."""
     model = CausalLM(f"tiny-{architecture}", dtype, "cpu")
-    own = samples_of(6)
-    first = {sample.id: OnlineFeatures(model, (1, 2))([sample]) for sample in own}
+    samples = samples_of(6)
+    first = {sample.id: OnlineFeatures(model, (1, 2))([sample]) for sample in samples}
     source = OnlineFeatures(model, (1, 2))
     keeping = OnlineFeatures(model, (2, 1), keep_bytes=20_000)
     source([long_one()])
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4], [2, 2, 2]):
         for where in (source, keeping):
-            together = where([own[i] for i in order])
+            together = where([samples[i] for i in order])
             edges = np.cumsum([0, *together.length_B])
             for i, a, b in zip(order, edges, edges[1:], strict=False):
-                alone = first[own[i].id]
+                alone = first[samples[i].id]
                 for key in ("token_N", "hidden_NTD", "argmax_N", "logsumexp_N"):
                     assert torch.equal(getattr(together, key)[a:b], getattr(alone, key)), key
     assert 0 < keeping.cached_bytes <= 20_000
     assert 0 < len(keeping.cached) < 6
 
 
-def test_what_is_captured_can_take_part_in_training(target: CausalLM, samples: list[Sample], whole: Path) -> None:
+def test_what_is_captured_can_take_part_in_training(target: CausalLM, samples: list[Sample], stored_features: Path) -> None:
     """Tensors of inference mode cannot be saved for a backward pass."""
-    for source in (OnlineFeatures(target, (1, 3)), StoredFeatures(whole, target, (1, 3))):
+    for source in (OnlineFeatures(target, (1, 3)), StoredFeatures(stored_features, target, (1, 3))):
         batch = source(samples[:2])
         weight = torch.ones(64, requires_grad=True)
         ((batch.hidden_NTD * weight).sum() + (batch.logsumexp_N * weight.sum()).sum()).backward()
         assert weight.grad is not None
 
 
-def test_layers_outside_the_target_are_refused(target: CausalLM, whole: Path) -> None:
+def test_layers_outside_the_target_are_refused(target: CausalLM, stored_features: Path) -> None:
     for layer in (-1, 5, 99):
         with pytest.raises(ValueError, match=rf"hidden layer {layer} is outside 0\.\.4, the layers of tiny-llama"):
             OnlineFeatures(target, (1, layer))
         with pytest.raises(ValueError, match=rf"hidden layer {layer} is outside 0\.\.4"):
-            StoredFeatures(whole, target, (1, layer))
+            StoredFeatures(stored_features, target, (1, layer))
 
 
 def test_a_sample_longer_than_the_target_can_see_is_refused(target: CausalLM) -> None:
@@ -274,15 +274,15 @@ def test_a_target_whose_logits_do_not_follow_from_its_last_state_is_refused() ->
 @pytest.mark.parametrize(("architecture", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma2", "bfloat16")])
 def test_training_batches_are_those_of_an_online_target(architecture: str, dtype: str, tmp_path: Path) -> None:
     model = CausalLM(f"tiny-{architecture}", dtype, "cpu")
-    own = samples_of(8)
+    samples = samples_of(8)
     source = OnlineFeatures(model, (1, 3))
     for plain in (False, True):
-        stored = StoredFeatures(write(source, own, tmp_path / f"{plain}", plain=plain), model, (3, 1))
+        stored = StoredFeatures(write(source, samples, tmp_path / f"{plain}", plain=plain), model, (3, 1))
         for order in ([0, 1], [7, 2, 5], [3]):
-            same(stored([own[i] for i in order]), source([own[i] for i in order]))
+            same(stored([samples[i] for i in order]), source([samples[i] for i in order]))
 
 
-def test_other_masks_of_the_same_tokens(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
+def test_other_masks_of_the_same_tokens(target: CausalLM, samples: list[Sample], stored_features: Path, tmp_path: Path) -> None:
     """What was extracted with one mask serves another; a set may hold a text twice, with other turns supervised."""
     source = OnlineFeatures(target, (1, 3))
     twins = []
@@ -290,14 +290,14 @@ def test_other_masks_of_the_same_tokens(target: CausalLM, samples: list[Sample],
         for name, mask_n in (("all", np.ones_like(sample.mask_n)), ("none", ~sample.mask_n), ("tail", sample.mask_n.copy())):
             mask_n[: len(mask_n) // 2] &= name != "tail"
             twins.append(Sample(f"{name}{i}", sample.token_n, mask_n))
-    same(StoredFeatures(whole, target, (1, 3))(twins), source(twins))
+    same(StoredFeatures(stored_features, target, (1, 3))(twins), source(twins))
     both = [*samples, *twins]
     same(StoredFeatures(write(source, both, tmp_path / "both"), target, (1, 3))(both), source(both))
     assert len(contents(tmp_path / "both")) == len(samples), "the same tokens are stored once"
 
 
-def test_the_manifest_says_where_states_come_from(target: CausalLM, whole: Path) -> None:
-    manifest = json.loads((whole / "manifest.json").read_text())
+def test_the_manifest_says_where_states_come_from(target: CausalLM, stored_features: Path) -> None:
+    manifest = json.loads((stored_features / "manifest.json").read_text())
     want = {
         "format": "specdec-hidden-states", "version": 1, "target": "tiny-llama", "revision": None, "dtype": "float32",
         "hidden_size": 64, "num_layers": 4, "vocab_size": 320, "layer_ids": [1, 3, 4], "last_hidden_kind": "pre_norm",
@@ -306,25 +306,25 @@ def test_the_manifest_says_where_states_come_from(target: CausalLM, whole: Path)
     assert "vllm" in manifest["layer_numbering"]
     assert manifest["producer"].startswith("specdec ")
     assert len(manifest["tokenizer_sha256"]) == len(manifest["chat_template_sha256"]) == 64
-    shards = sorted(path.name for path in whole.glob("*.safetensors"))
+    shards = sorted(path.name for path in stored_features.glob("*.safetensors"))
     assert len(shards) > 2
-    assert {path.name for path in whole.iterdir()} == {"manifest.json", *shards}
-    with safe_open(whole / shards[0], framework="pt") as file:
+    assert {path.name for path in stored_features.iterdir()} == {"manifest.json", *shards}
+    with safe_open(stored_features / shards[0], framework="pt") as file:
         entries = json.loads(file.metadata()["samples"])
     assert [set(entry) for entry in entries] == [{"id", "offset", "length", "sha256"}] * len(entries)
 
 
-def test_the_bytes_that_are_said_are_those_on_disk(target: CausalLM, samples: list[Sample], whole: Path) -> None:
-    said = artifact.num_bytes(target, (1, 3, 4), samples)
-    stored = sum(tensor.nbytes for tensors in contents(whole).values() for tensor in tensors.values())
-    assert said == stored
+def test_the_bytes_that_are_said_are_those_on_disk(target: CausalLM, samples: list[Sample], stored_features: Path) -> None:
+    num_bytes = artifact.num_bytes(target, (1, 3, 4), samples)
+    stored = sum(tensor.nbytes for tensors in contents(stored_features).values() for tensor in tensors.values())
+    assert num_bytes == stored
     tokens = sum(len(sample.token_n) for sample in samples)
-    assert 4 * 64 * 3 * tokens < said < 4 * 64 * 3.2 * tokens
+    assert 4 * 64 * 3 * tokens < num_bytes < 4 * 64 * 3.2 * tokens
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 11])
 def test_extraction_that_is_interrupted_goes_on(
-    target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path, after: int
+    target: CausalLM, samples: list[Sample], stored_features: Path, tmp_path: Path, after: int
 ) -> None:
     """What was there stays; what was under way is made again; the result is that of a run without interruption."""
     source = OnlineFeatures(target, (1, 3))
@@ -343,11 +343,11 @@ def test_extraction_that_is_interrupted_goes_on(
     (rest / ".tmp02EJKL").write_bytes(b"half")
     before = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
     stored = len(contents(tmp_path))
-    made = extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers), 20_000), nothing)
-    assert made == len(samples) - stored
+    num_extracted = extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers), 20_000), nothing)
+    assert num_extracted == len(samples) - stored
     assert all(path.read_bytes() == was for path, was in before.items())
     assert not list(tmp_path.glob(".*"))
-    equal_contents(tmp_path, whole)
+    equal_contents(tmp_path, stored_features)
     assert extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers), 20_000), nothing) == 0
 
 
@@ -410,14 +410,14 @@ def empty(path: Path) -> None:
 
 
 def flip(path: Path, place: int = -1) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[data_offset(path) + 1000 if place < 0 else place] ^= 1
-    path.write_bytes(bytes(whole))
+    content = bytearray(path.read_bytes())
+    content[data_offset(path) + 1000 if place < 0 else place] ^= 1
+    path.write_bytes(bytes(content))
 
 
 @pytest.mark.parametrize("damage", [shorten, halve, empty, flip])
 def test_a_damaged_file_is_found_and_made_again(
-    target: CausalLM, samples: list[Sample], whole: Path, copied: Path, damage: Callable[[Path], None]
+    target: CausalLM, samples: list[Sample], stored_features: Path, copied: Path, damage: Callable[[Path], None]
 ) -> None:
     victim = sorted(copied.glob("*.safetensors"))[1]
     inside = len(list(artifact.locations(victim)))
@@ -427,7 +427,7 @@ def test_a_damaged_file_is_found_and_made_again(
     assert "extract again with resume=true" in line(error)
     source = OnlineFeatures(target, (1, 3))
     assert extract(source, samples, Writer(copied, manifest_of(target, source.layers), 20_000), nothing) == inside
-    equal_contents(copied, whole)
+    equal_contents(copied, stored_features)
 
 
 def tried(get: Callable[[], Any]) -> tuple[Any, str]:
@@ -435,18 +435,18 @@ def tried(get: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return get(), ""
     except ValueError as error:
-        said = str(error)
-    return None, said if len(said.splitlines()) == 1 else f"more than one line: {said}"
+        message = str(error)
+    return None, message if len(message.splitlines()) == 1 else f"more than one line: {message}"
 
 
 def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, tmp_path: Path) -> None:
     """Also in the header, where it may change a name, a number, a hash or the grammar."""
-    own = samples_of(3, longest=12)
+    samples = samples_of(3, longest=12)
     source = OnlineFeatures(target, (3,))
-    write(source, own, tmp_path, 1 << 20)
+    write(source, samples, tmp_path, 1 << 20)
     (path,) = tmp_path.glob("*.safetensors")
     good = path.read_bytes()
-    want = source(own)
+    want = source(samples)
     rng = np.random.default_rng(0)
     start = data_offset(path)
     places = [*rng.choice(start, 150, replace=False), *rng.integers(start, len(good), 50)]
@@ -455,52 +455,54 @@ def test_no_flipped_byte_anywhere_is_read_as_if_it_were_whole(target: CausalLM, 
             bad = bytearray(good)
             bad[place] ^= 1 << bit
             path.write_bytes(bytes(bad))
-            got, said = tried(lambda: StoredFeatures(tmp_path, target, (3,))(own))
-            assert said.startswith(str(tmp_path)) if said else same(got, want) is None, f"byte {place}: {said}"
-            inside, said = tried(lambda: [artifact.read(where) for where, _ in artifact.locations(path)])
-            assert said.startswith(str(path)) if said else len(inside) == 3, f"byte {place}: {said}"
+            got, message = tried(lambda: StoredFeatures(tmp_path, target, (3,))(samples))
+            assert message.startswith(str(tmp_path)) if message else same(got, want) is None, f"byte {place}: {message}"
+            inside, message = tried(lambda: [artifact.read(where) for where, _ in artifact.locations(path)])
+            assert message.startswith(str(path)) if message else len(inside) == 3, f"byte {place}: {message}"
     for place in map(int, rng.choice(len(good), 12, replace=False)):
         path.write_bytes(good)
         flip(path, place)
-        extract(source, own, Writer(tmp_path, manifest_of(target, source.layers)), nothing)
-        same(StoredFeatures(tmp_path, target, (3,))(own), want)
+        extract(source, samples, Writer(tmp_path, manifest_of(target, source.layers)), nothing)
+        same(StoredFeatures(tmp_path, target, (3,))(samples), want)
         for rest in tmp_path.glob("*.safetensors"):
             rest.unlink()
 
 
-def test_another_target_is_refused(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
+def test_another_target_is_refused(target: CausalLM, samples: list[Sample], stored_features: Path, tmp_path: Path) -> None:
     """Of other widths, by name and both numbers; with other weights, because the recorded tokens do not follow."""
     narrow = AutoConfig.for_model(
         "llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
     )
     AutoModelForCausalLM.from_config(narrow).save_pretrained(tmp_path / "narrow")
     with pytest.raises(ValueError, match=rf"hidden_size is 64 \(of tiny-llama\), and {tmp_path / 'narrow'} has 32"):
-        StoredFeatures(whole, CausalLM(tmp_path / "narrow", "float32", "cpu"), (1, 3))
+        StoredFeatures(stored_features, CausalLM(tmp_path / "narrow", "float32", "cpu"), (1, 3))
     shallow = hub.load_config(hub.resolve("tiny"))
     shallow.num_hidden_layers = 3
     AutoModelForCausalLM.from_config(shallow).save_pretrained(tmp_path / "shallow")
     with pytest.raises(ValueError, match=rf"num_layers is 4 \(of tiny-llama\), and {tmp_path / 'shallow'} has 3"):
-        StoredFeatures(whole, CausalLM(tmp_path / "shallow", "float32", "cpu"), (1,))
+        StoredFeatures(stored_features, CausalLM(tmp_path / "shallow", "float32", "cpu"), (1,))
     other = CausalLM(hub.tiny("llama", seed=1), "float32", "cpu")
     with pytest.raises(ValueError, match="they are of another target") as error:
-        StoredFeatures(whole, other, (1, 3))
+        StoredFeatures(stored_features, other, (1, 3))
     assert other.name in line(error)
     source = OnlineFeatures(other, (1, 3))
     with pytest.raises(ValueError, match=r"manifest.json: target is 'tiny-llama', not .*; use another out_dir="):
-        Writer(whole, manifest_of(other, source.layers))
+        Writer(stored_features, manifest_of(other, source.layers))
 
 
-def test_artifacts_of_another_dtype_are_refused(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
+def test_artifacts_of_another_dtype_are_refused(
+    target: CausalLM, samples: list[Sample], stored_features: Path, tmp_path: Path
+) -> None:
     """Either way round; both are named, and the setting that mends it."""
     low = CausalLM("tiny-llama", "bfloat16", "cpu")
     write(OnlineFeatures(low, (1, 3)), samples, tmp_path / "low")
-    for directory, model, made_in, runs_in in (
+    for directory, model, stored_dtype, runs_in in (
         (tmp_path / "low", target, "bfloat16", "float32"),
-        (whole, low, "float32", "bfloat16"),
+        (stored_features, low, "float32", "bfloat16"),
     ):
-        with pytest.raises(ValueError, match=f"made in {made_in}, and tiny-llama runs in {runs_in}") as error:
+        with pytest.raises(ValueError, match=f"made in {stored_dtype}, and tiny-llama runs in {runs_in}") as error:
             StoredFeatures(directory, model, (1, 3))
-        assert f"model.dtype={made_in}" in line(error)
+        assert f"model.dtype={stored_dtype}" in line(error)
 
 
 def test_files_without_a_manifest_of_another_target_are_refused(
@@ -524,33 +526,33 @@ def test_a_directory_is_of_one_set_of_layers(target: CausalLM, copied: Path) -> 
         assert line(error)
 
 
-def test_layer_ids_that_contradict_the_manifest_are_refused(target: CausalLM, whole: Path) -> None:
+def test_layer_ids_that_contradict_the_manifest_are_refused(target: CausalLM, stored_features: Path) -> None:
     """Those that say the same, in any order, are no contradiction."""
-    for given in ([1, 4], [1, 2, 3, 4], [0], []):
+    for layer_ids in ([1, 4], [1, 2, 3, 4], [0], []):
         with pytest.raises(ValueError, match=r"the manifest of .* says \[1, 3, 4\]; leave it out") as error:
-            StoredFeatures(whole, target, (1, 3), given)
-        assert f"features.layer_ids={given}" in line(error)
-    StoredFeatures(whole, target, (1, 3), [4, 3, 1, 1])
+            StoredFeatures(stored_features, target, (1, 3), layer_ids)
+        assert f"features.layer_ids={layer_ids}" in line(error)
+    StoredFeatures(stored_features, target, (1, 3), [4, 3, 1, 1])
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["manifest", "no manifest"])
-@pytest.mark.parametrize("given", [["a"], [1, "a"], [1, None], "134", 3], ids=str)
-def test_layer_ids_that_are_no_numbers_are_refused(target: CausalLM, copied: Path, manifest: bool, given: Any) -> None:
+@pytest.mark.parametrize("layer_ids", [["a"], [1, "a"], [1, None], "134", 3], ids=str)
+def test_layer_ids_that_are_no_numbers_are_refused(target: CausalLM, copied: Path, manifest: bool, layer_ids: Any) -> None:
     if not manifest:
         (copied / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"layer.ids") as error:
-        StoredFeatures(copied, target, (1, 3), given)
+        StoredFeatures(copied, target, (1, 3), layer_ids)
     assert line(error)
-    if not isinstance(given, int):
+    if not isinstance(layer_ids, int):
         with pytest.raises(ValueError, match=r"layer ids .* must be numbers"):
-            OnlineFeatures(target, given)
+            OnlineFeatures(target, layer_ids)
 
 
-def test_what_is_not_stored_is_said(target: CausalLM, samples: list[Sample], whole: Path, tmp_path: Path) -> None:
+def test_what_is_not_stored_is_said(target: CausalLM, samples: list[Sample], stored_features: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layer 2 is wanted, and layers \[1, 3, 4\] are stored"):
-        StoredFeatures(whole, target, (1, 2))
+        StoredFeatures(stored_features, target, (1, 2))
     with pytest.raises(ValueError, match=r"no hidden states of sample s0 \(\d+ tokens\); extract them with the same data"):
-        StoredFeatures(whole, target, (1, 3))([samples[1], samples_of(1, seed=9)[0]])
+        StoredFeatures(stored_features, target, (1, 3))([samples[1], samples_of(1, seed=9)[0]])
     with pytest.raises(ValueError, match="no such directory"):
         StoredFeatures(tmp_path / "gone", target, ())
     (tmp_path / "none").mkdir()
@@ -653,13 +655,13 @@ def test_files_that_are_something_else_are_refused(target: CausalLM, tmp_path: P
 @pytest.mark.parametrize("resume", [False, True])
 def test_files_are_written_as_vllm_writes_them(target: CausalLM, tmp_path: Path, resume: bool) -> None:
     """One per sample, named after it; names that come to the same on disk stay apart, and resuming knows them."""
-    own = samples_of(8)
+    samples = samples_of(8)
     names = ["a", "a/1", "a_1", "a 1", "hidden-x", "ü", "../b", "n" * 300]
-    own = [Sample(name, sample.token_n, sample.mask_n) for name, sample in zip(names, own, strict=True)]
+    samples = [Sample(name, sample.token_n, sample.mask_n) for name, sample in zip(names, samples, strict=True)]
     source = OnlineFeatures(target, (2,))
     if resume:
-        write(source, own[:6], tmp_path / "out", plain=True)
-    write(source, own, tmp_path / "out", plain=True)
+        write(source, samples[:6], tmp_path / "out", plain=True)
+    write(source, samples, tmp_path / "out", plain=True)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) == 8
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -670,9 +672,9 @@ def test_files_are_written_as_vllm_writes_them(target: CausalLM, tmp_path: Path,
         assert tensors["hidden_states"].shape == (len(tensors["token_ids"]), 2, 64)
         with safe_open(path, framework="pt") as file:
             assert not file.metadata()
-    same(StoredFeatures(tmp_path / "out", target, (2,))(own), source(own))
+    same(StoredFeatures(tmp_path / "out", target, (2,))(samples), source(samples))
     (tmp_path / "out" / "manifest.json").unlink()
-    same(StoredFeatures(tmp_path / "out", target, (2,), [2, 4])(own), source(own))
+    same(StoredFeatures(tmp_path / "out", target, (2,), [2, 4])(samples), source(samples))
 
 
 # ------------------------------------------------------------------------------------------- train/extract.py
@@ -688,10 +690,10 @@ class Done:
     def error(self) -> str:
         """The one line that it failed with."""
         assert self.code != 0, self.out
-        said = self.err.strip()
-        assert len(said.splitlines()) == 1, f"more than one line:\n{said}"
-        assert said.startswith("error: "), said
-        return said
+        message = self.err.strip()
+        assert len(message.splitlines()) == 1, f"more than one line:\n{message}"
+        assert message.startswith("error: "), message
+        return message
 
 
 def call(name: str, *arguments: object, cwd: Path) -> Done:
@@ -735,9 +737,9 @@ def test_extract_writes_what_an_online_target_would_give(texts: Path, tmp_path: 
     names = {"run.json", "config.yaml", "manifest.json", "hidden-00000.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     model = CausalLM("tiny-llama", "bfloat16", "cpu")
-    own = data.load(texts, model.tokenizer, model.vocab_size).samples
-    same(StoredFeatures(tmp_path / "out", model, (1, 3))(own), OnlineFeatures(model, (1, 3))(own))
-    tokens = sum(len(sample.token_n) for sample in own)
+    samples = data.load(texts, model.tokenizer, model.vocab_size).samples
+    same(StoredFeatures(tmp_path / "out", model, (1, 3))(samples), OnlineFeatures(model, (1, 3))(samples))
+    tokens = sum(len(sample.token_n) for sample in samples)
     per_token = 2 * 64 * 3 + 21
     assert f"6 samples, {tokens} tokens, layers [1, 3, 4]" in done.out
     assert f"{per_token} bytes per token" in done.out
@@ -760,8 +762,8 @@ def test_extract_as_vllm_does(texts: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == {f"c{i}.safetensors" for i in range(6)}
     model = CausalLM("tiny-llama", "float32", "cpu")
-    own = data.load(texts, model.tokenizer, model.vocab_size).samples
-    same(StoredFeatures(tmp_path / "out", model, (1,))(own), OnlineFeatures(model, (1,))(own))
+    samples = data.load(texts, model.tokenizer, model.vocab_size).samples
+    same(StoredFeatures(tmp_path / "out", model, (1,))(samples), OnlineFeatures(model, (1,))(samples))
     done = call("extract", *arguments, "out_dir=out", "resume=true", cwd=tmp_path)
     assert "0 samples computed, 6 were there" in done.out
 
@@ -785,8 +787,8 @@ def test_extract_says_what_is_wrong_in_a_line(texts: Path, tmp_path: Path) -> No
         ("resume=true",): "resume=true, but out_dir=out holds no run",
         ("data.path=gone.jsonl",): "data.path=gone.jsonl: no such file",
     }
-    for arguments, said in cases.items():
-        assert said in call("extract", *good, *arguments, cwd=tmp_path).error
+    for arguments, words in cases.items():
+        assert words in call("extract", *good, *arguments, cwd=tmp_path).error
     assert not (tmp_path / "out").exists()
 
 
@@ -799,7 +801,7 @@ def weights() -> bytes:
     return save({"weight": torch.arange(6.0)})
 
 
-FOREIGN = {
+OTHER_FILES = {
     "model.safetensors": weights(),
     "hidden-00000.safetensors": weights(),
     "c0.safetensors": b"garbage",
@@ -809,13 +811,13 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("layout", ["shards", "vllm"])
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", OTHER_FILES)
 def test_extract_leaves_the_files_of_others_alone(texts: Path, tmp_path: Path, name: str, layout: str) -> None:
     """A directory that holds what a run would write, or weights, is refused as it is."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     arguments = ("model=tiny", "data=jsonl", f"data.path={texts}", "layer_ids=[1]", f"layout={layout}", "out_dir=out")
-    for content in (FOREIGN[name], b"garbage", b""):
+    for content in (OTHER_FILES[name], b"garbage", b""):
         (tmp_path / "out" / name).write_bytes(content)
         before = bytes_in(tmp_path / "out")
         assert f"out_dir=out holds {name}, which is of no run of ours" in call("extract", *arguments, cwd=tmp_path).error
@@ -835,16 +837,16 @@ def test_resumed_extraction_leaves_the_files_of_others_alone(texts: Path, tmp_pa
     (out / "hidden-note").write_bytes(b"mine too")
     before = bytes_in(out)
     assert call("extract", *arguments, "resume=true", cwd=tmp_path).code == 0
-    own = bytes_in(out)["config.yaml"]  # says resume: true now
-    assert bytes_in(out) == before | {"config.yaml": own}
+    config_bytes = bytes_in(out)["config.yaml"]  # says resume: true now
+    assert bytes_in(out) == before | {"config.yaml": config_bytes}
     assert (out / ".hidden-note").read_bytes() == b"mine"
     for content in (weights(), b"garbage", b""):
         (out / "model.safetensors").write_bytes(content)
         before = bytes_in(out)
         done = call("extract", *arguments, "resume=true", cwd=tmp_path)
         assert done.code == 1
-        (said,) = [text for text in done.err.splitlines() if text.startswith("error: ")]
-        assert "model.safetensors holds no hidden states; use a directory of its own" in said
+        (message,) = [text for text in done.err.splitlines() if text.startswith("error: ")]
+        assert "model.safetensors holds no hidden states; use a directory of its own" in message
         assert "Traceback" not in done.err
         assert bytes_in(out) == before
 
@@ -1011,8 +1013,8 @@ def test_prepare_says_what_is_wrong_in_a_line(prepared: Path, tmp_path: Path) ->
         ("out=new.jsonl", "temperature=1"): "unknown key 'temperature'; did you mean",
         ("out=new.jsonl", "prompts=bad.jsonl"): "no row with user turns",
     }
-    for arguments, said in cases.items():
-        assert said in call("prepare", *SETTINGS, *arguments, cwd=tmp_path).err.splitlines()[-1]
+    for arguments, words in cases.items():
+        assert words in call("prepare", *SETTINGS, *arguments, cwd=tmp_path).err.splitlines()[-1]
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert not (tmp_path / "new.jsonl").exists()
 
@@ -1044,15 +1046,15 @@ def test_a_leading_system_message_is_kept(tmp_path: Path) -> None:
     done = call("prepare", *SETTINGS, "answers.temperatures=[0.0]", cwd=tmp_path)
     assert done.code == 0, done.err
     model = CausalLM("tiny-llama", "bfloat16", "cpu")
-    made = {row["id"]: row for row in lines_of(tmp_path / "out.jsonl")[1:]}
-    assert made.keys() == {"with", "shared", "without"}
-    roles = {name: [message["role"] for message in row["messages"]] for name, row in made.items()}
+    prepared_rows = {row["id"]: row for row in lines_of(tmp_path / "out.jsonl")[1:]}
+    assert prepared_rows.keys() == {"with", "shared", "without"}
+    roles = {name: [message["role"] for message in row["messages"]] for name, row in prepared_rows.items()}
     assert roles == {
         "with": ["system", "user", "assistant", "user", "assistant"],
         "shared": ["system", "user", "assistant"],
         "without": ["user", "assistant"],
     }
-    for name, row in made.items():
+    for name, row in prepared_rows.items():
         turn = row["messages"][:-1]
         prompt = model.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert row["input_ids"][: len(prompt)] == prompt, name
@@ -1113,11 +1115,11 @@ def test_the_tools_of_prompts_reach_the_template(tooled: Path, tmp_path: Path) -
     assert done.code == 0, done.err
     assert "not used" not in done.out
     tokenizer = CausalLM(str(tooled), "float32", "cpu").tokenizer
-    made = {row["id"]: row for row in lines_of(tmp_path / "out.jsonl")[1:]}
-    assert made["list"]["tools"] == made["text"]["tools"] == [SCHEMA]
-    assert "tools" not in made["none"]
-    assert made["list"]["input_ids"] == made["text"]["input_ids"]
-    for name, row in made.items():
+    prepared_rows = {row["id"]: row for row in lines_of(tmp_path / "out.jsonl")[1:]}
+    assert prepared_rows["list"]["tools"] == prepared_rows["text"]["tools"] == [SCHEMA]
+    assert "tools" not in prepared_rows["none"]
+    assert prepared_rows["list"]["input_ids"] == prepared_rows["text"]["input_ids"]
+    for name, row in prepared_rows.items():
         prompt = tokenizer.apply_chat_template(
             row["messages"][:-1], tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -1130,8 +1132,8 @@ def test_the_tools_and_calls_of_training_data_reach_the_template(tooled: Path, t
     row = {"messages": [user("Warm?"), {"role": "assistant", "content": None, "tool_calls": [call_]}], "source": "web"}
     lost = {"messages": [{"role": "system", "content": "Be brief."}, *row["messages"]]}
     jsonl(tmp_path / "data.jsonl", [row | {"tools": json.dumps([SCHEMA])}, row | {"tools": [SCHEMA]}, lost])
-    given = (f"model.path={tooled}", "data=jsonl", "data.path=data.jsonl", "layer_ids=[1]", "out_dir=out")
-    done = call("extract", "model=tiny", *given, cwd=tmp_path)
+    arguments = (f"model.path={tooled}", "data=jsonl", "data.path=data.jsonl", "layer_ids=[1]", "out_dir=out")
+    done = call("extract", "model=tiny", *arguments, cwd=tmp_path)
     assert done.code == 0, done.err
     tokenizer = CausalLM(str(tooled), "float32", "cpu").tokenizer
     wanted = tokenizer.apply_chat_template(row["messages"], tools=[SCHEMA], tokenize=True, return_dict=False)
@@ -1167,7 +1169,7 @@ def test_what_prepare_does_not_use_is_said(tooled: Path, tmp_path: Path) -> None
     assert lines_of(tmp_path / "plain.jsonl")[1]["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
-def test_of_an_earlier_answer_what_stands_there_as_generated_is_supervised() -> None:
+def test_of_an_earlier_answer_the_text_as_generated_is_supervised() -> None:
     """The last prompt may have the end of an earlier answer in other tokens."""
     prepare = runpy.run_path(str(TRAIN / "prepare.py"), run_name="prepare")
     task = SimpleNamespace(id="a", category="c", turns=("one", "two"), system=None, tools=None)
@@ -1207,13 +1209,13 @@ def test_openings_are_checked_line_by_line(kind: str, tmp_path: Path) -> None:
     row, reason = BAD_OPENINGS[kind]
     good = [] if kind == "none" else [{"text": "B", "category": "b", "weight": 3}]
     jsonl(tmp_path / "openings.jsonl", [*good, row])
-    given = ("prompts=null", "synthesize.count=1", "synthesize.openings=openings.jsonl")
-    error = call("prepare", *SETTINGS, *given, cwd=tmp_path).error
+    arguments = ("prompts=null", "synthesize.count=1", "synthesize.openings=openings.jsonl")
+    error = call("prepare", *SETTINGS, *arguments, cwd=tmp_path).error
     assert reason in error
     assert "synthesize.openings=openings.jsonl" in error
     assert kind == "none" or "line 2" in error
     assert not (tmp_path / "out.jsonl").exists()
-    gone = call("prepare", *SETTINGS, *given[:2], "synthesize.openings=gone.jsonl", cwd=tmp_path).error
+    gone = call("prepare", *SETTINGS, *arguments[:2], "synthesize.openings=gone.jsonl", cwd=tmp_path).error
     assert "synthesize.openings=gone.jsonl: cannot be read" in gone
 
 
@@ -1248,7 +1250,7 @@ def test_prepare_leaves_the_files_of_others_alone(tmp_path: Path, name: str) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", prompts.name}
 
 
-def test_a_bad_line_among_prepared_rows_is_named(prepared: Path, tmp_path: Path) -> None:
+def test_a_bad_line_of_prepared_rows_is_named(prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     lines = (prepared / "out.jsonl").read_bytes().splitlines(keepends=True)
     lines[2] = lines[2][:20] + b"\n"

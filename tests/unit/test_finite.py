@@ -27,16 +27,16 @@ from support.table import TableLM
 
 NAN = float("nan")
 INF = float("inf")
-BAD = 4  # the token after which the table has no law
+BAD = 4  # the token after which the table has no distribution
 VOCAB = 6
 
 
-def table(bad_law: list[float]) -> TableLM:
+def table(bad_logits: list[float]) -> TableLM:
     """From token t to t + 1, almost always; after BAD comes the given line of logits."""
     logits = np.full((VOCAB + 1, VOCAB, VOCAB), -8.0)
     for token in range(VOCAB):
         logits[:, token, (token + 1) % VOCAB] = 8.0
-    logits[:, BAD] = bad_law
+    logits[:, BAD] = bad_logits
     return TableLM(logits, "counting", 64)
 
 
@@ -69,14 +69,14 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("law", SPOILED)
+@pytest.mark.parametrize("distribution", SPOILED)
 @pytest.mark.parametrize("params", WAYS)
 @pytest.mark.parametrize(("name", "settings"), METHODS, ids=["none", "ngram"])
-def test_the_first_step_without_a_law_ends_the_run(
-    law: str, params: str, name: str, settings: dict[str, Any], one_line: Callable[..., str]
+def test_the_first_step_without_a_distribution_ends_the_run(
+    distribution: str, params: str, name: str, settings: dict[str, Any], one_line: Callable[..., str]
 ) -> None:
     """Row b comes to token 4 at its own time; its mates are fine. The line has the request, how far it was, and what to do."""
-    target = table(SPOILED[law])
+    target = table(SPOILED[distribution])
     good = [5, 0, 1]
     bad = [0, 1, 2]
     run = engine(target, name, **settings)
@@ -95,7 +95,7 @@ def test_a_prompt_may_be_all_that_it_takes(params: str, one_line: Callable[..., 
 @pytest.mark.parametrize("scheme", ["standard", "block", "match"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_token_that_is_never_said_is_no_fault(scheme: str, temperature: float) -> None:
-    """-inf for some tokens is a law."""
+    """-inf for some tokens is a distribution."""
     run = engine(table([-INF, -INF, -INF, -INF, -INF, 3.0]), scheme=scheme)
     (done,) = run.run([request("a", [0, 1, 2], temperature=temperature, max_tokens=4)])
     assert done.output_token_ids == [3, 4, 5, 0]
@@ -115,8 +115,8 @@ def test_settings_that_leave_no_token_are_not_the_models_fault(one_line: Callabl
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_min_tokens_forbids_is_looked_at_too(temperature: float, one_line: Callable[..., str]) -> None:
     run = engine(table([0.0, 0.0, 1.0, 0.0, 0.0, NAN]))
-    asked = request("a", [0, 1, 2], temperature=temperature, min_tokens=8, stop_token_ids=[5])
-    one_line(lambda: list(run.run([asked])), "request a, after 5 tokens", "logits of counting are not finite")
+    limited = request("a", [0, 1, 2], temperature=temperature, min_tokens=8, stop_token_ids=[5])
+    one_line(lambda: list(run.run([limited])), "request a, after 5 tokens", "logits of counting are not finite")
 
 
 @pytest.fixture(scope="module")
@@ -230,12 +230,12 @@ def test_integers_where_a_model_has_numbers(prefix: str, copied: Path, one_line:
     key = f"{prefix}norm.weight"
     save_file({f"{prefix}{k.removeprefix('model.')}": v for k, v in load_file(path).items()}, path, {"format": "pt"})
     CausalLM(copied, "float32", "cpu")
-    whole = path.read_bytes()
-    length = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + length])
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
     header[key]["dtype"] = "I32"
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     one_line(lambda: CausalLM(copied, "float32", "cpu"), f"{key} is of type I32", "fetch the model again")
 
 

@@ -76,7 +76,7 @@ def test_a_part_may_draft_less_than_the_whole() -> None:
 # ---------------------------------------------------------------------------------------------- mixed batches
 
 
-def test_laws_are_written_down_where_one_part_draws() -> None:
+def test_probs_are_recorded_where_one_part_draws() -> None:
     texts = {0: text(0, 40), 1: [65, 66, 67, 68, 69]}
     for how in ("greedy", "probabilistic"):
         proposer = build(NGRAM, {"method": "eagle3", "model": "fresh", "draft_sample_method": how})
@@ -94,13 +94,13 @@ def test_laws_are_written_down_where_one_part_draws() -> None:
         torch.testing.assert_close(draft.q_BKV.sum(-1), torch.ones(2, NUM_DRAFT))
 
 
-def test_evidence_has_columns_for_each_part() -> None:
+def test_confidence_has_columns_for_each_part() -> None:
     """Of n-gram: that it drafted, and two numbers; then the same of the drafter, which has one."""
     parts = NGRAM, {"method": "eagle3", "model": "fresh"}
     texts = {0: text(0, 40), 1: [65, 66, 67, 68, 69]}
     alone = []
-    for own, row in zip(parts, texts, strict=True):
-        proposer: Any = build(own)
+    for part, row in zip(parts, texts, strict=True):
+        proposer: Any = build(part)
         begin(proposer, row, texts[row][:-1])
         alone.append(proposer.propose(context(proposer, {row: texts[row]}, return_confidence=True)).confidence_BKF[0])
     proposer = build(*parts)
@@ -173,10 +173,10 @@ def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
         assert with_gate[draft.proposer_B[0]] == gate.open  # type: ignore[index]
         drafted = draft.token_BK[0, : draft.length_B[0]].tolist()
         # some drafts stand, and then comes a token that nobody drafted; where it sits out, a few tokens at a time
-        stood = drafted[: step % 3] if not gate.open else rng.integers(97, 123, rng.integers(0, 4)).tolist()
+        emitted = drafted[: step % 3] if not gate.open else rng.integers(97, 123, rng.integers(0, 4)).tolist()
         if step == 59:
             break
-        tokens = [*tokens, *stood, int(rng.integers(97, 123))]
+        tokens = [*tokens, *emitted, int(rng.integers(97, 123))]
     assert len(tokens) < SLOTS
     fresh = build(LEARNED[name])
     begin(fresh, 0, text(3, 30))
@@ -201,7 +201,7 @@ def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
     while engine.num_running or engine.waiting:
         engine.step()
         steps += 1
-        held = [sum(len(part) for _, part in own) for own in turn.pending_R.values()]
+        held = [sum(len(part) for _, part in kept_states) for kept_states in turn.pending_R.values()]
         kept = max(kept, *held, 0) if held else kept
         if steps == 2 * MAX_PENDING_STATES:
             gate.open = False
@@ -222,25 +222,25 @@ def decoded() -> list[RequestStats]:
     requests = [Request(str(i), [0, 1, 2, i % 3], params, seed=i) for i in range(7)]
     # one that asks for no drafts at all, and one that is through at once
     params = [{"speculative_config": {"num_speculative_tokens": 0}, "max_tokens": 9}, {"max_tokens": 1}, {"max_tokens": 2}]
-    requests += [Request(f"x{i}", [1, 2, 1], SamplingParams(**own)) for i, own in enumerate(params)]
+    requests += [Request(f"x{i}", [1, 2, 1], SamplingParams(**params_of_request)) for i, params_of_request in enumerate(params)]
     return [request.stats for request in engine.run(requests)]
 
 
 def test_records_by_proposer_sum_up_to_the_whole() -> None:
-    whole = stats.pool(decoded())
+    total = stats.pool(decoded())
     parts = stats.by_proposer(decoded())
     assert set(parts) == {"ngram", "eagle3", "none"}
-    for own in decoded():
-        assert len(own.proposer) == len(own.drafted)
+    for request_stats in decoded():
+        assert len(request_stats.proposer) == len(request_stats.drafted)
     for key in ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens"):
-        assert sum(part[key] for part in parts.values()) == whole[key], key
+        assert sum(part[key] for part in parts.values()) == total[key], key
     assert parts["none"]["num_drafts"] == 0
     assert parts["ngram"]["num_drafts"] == parts["ngram"]["num_steps"] > 0
     assert sum(part["output_share"] for part in parts.values()) == pytest.approx(1)
 
 
 def test_the_summary_has_them_for_composed_methods_only() -> None:
-    run = {str(i): own for i, own in enumerate(decoded())}
+    run = {str(i): request_stats for i, request_stats in enumerate(decoded())}
     category_of = {name: "a" if int(name) < 4 else "b" for name in run}
     summary = run_report.summarize(run, {}, category_of, None)
     for numbers in (summary["overall"], *summary["categories"].values()):
@@ -256,7 +256,7 @@ def test_the_summary_has_them_for_composed_methods_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("config", "words"),
     [
         ({}, ["needs proposers", "conf/method/hybrid.yaml"]),
         ({"proposers": []}, ["proposers=[]", "at least one"]),
@@ -281,9 +281,9 @@ def test_the_summary_has_them_for_composed_methods_only() -> None:
         ({"proposers": [NGRAM], "prompt_lookup_min": 2}, ["'hybrid' takes no setting 'prompt_lookup_min'"]),
     ],
 )
-def test_what_cannot_be_composed(given: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_be_composed(config: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        SpeculativeConfig(method="hybrid", **K | given).resolve().build(tiny())
+        SpeculativeConfig(method="hybrid", **K | config).resolve().build(tiny())
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), caught.value
 
@@ -301,19 +301,19 @@ class Noting(StatelessProposer):
     def __init__(self, name: str, every: int) -> None:
         self.name = name
         self.every = every
-        self.told = Counter[int]()
+        self.num_accepted = Counter[int]()
 
     def propose(self, context: Context) -> Draft:
         assert context.num_accepted_prev_B is not None
-        for request, stood in zip(context.requests, context.num_accepted_prev_B.tolist(), strict=True):
-            own = [a for who, a in zip(request.stats.proposer, request.stats.accepted, strict=True) if who == self.name]
-            assert stood == (own[-1] if own else 0)
-            self.told[stood] += 1
+        for request, num_accepted in zip(context.requests, context.num_accepted_prev_B.tolist(), strict=True):
+            accepted = [a for who, a in zip(request.stats.proposer, request.stats.accepted, strict=True) if who == self.name]
+            assert num_accepted == (accepted[-1] if accepted else 0)
+            self.num_accepted[num_accepted] += 1
         counts = np.where(context.length_B % self.every == 0, np.minimum(context.max_draft_B, 3), 0)
         return draft_from_lists([np.full(count, 7) for count in counts])
 
 
-def test_a_part_is_told_what_stood_of_its_own_drafts() -> None:
+def test_a_part_sees_what_was_accepted_of_its_own_drafts() -> None:
     """By lot, with two parts that take turns and steps without any draft."""
     proposer = build(NGRAM, LEARNED["draft_model"])
     parts = [Noting("ngram", 3), Noting("draft_model", 2)]
@@ -323,7 +323,7 @@ def test_a_part_is_told_what_stood_of_its_own_drafts() -> None:
     engine = Engine(tiny(), proposer, verifier, max_batch_size=2)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     assert len(list(engine.run([Request(str(i), text(3 + i, 12), params, seed=i) for i in range(6)]))) == 6
-    assert all(set(part.told) == {0, 1, 2, 3} for part in parts)
+    assert all(set(part.num_accepted) == {0, 1, 2, 3} for part in parts)
 
 
 def test_a_part_drafts_as_much_as_it_can() -> None:
@@ -336,7 +336,7 @@ def test_a_part_drafts_as_much_as_it_can() -> None:
         build(NGRAM, mlp | {"num_speculative_tokens": 4}, num_speculative_tokens=5)
 
 
-def test_drafts_of_the_costly_part_are_paid_for() -> None:
+def test_drafts_of_the_model_part_are_counted() -> None:
     """Costs are of the part that takes a model; a lookup's drafts cost nothing."""
     proposer = build(NGRAM, LEARNED["eagle3"])
     assert proposer.cost_proposer is proposer.components[1].proposer

@@ -38,7 +38,7 @@ def ngram() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def own() -> LLM:
+def self_drafting() -> LLM:
     """The target drafts for itself, so at temperature 0 every draft stands."""
     return LLM("tiny", dtype="float32", device="cpu", speculative_config=SELF)
 
@@ -133,10 +133,10 @@ def test_chat_is_the_template_then_generate(plain: LLM) -> None:
     assert shouted.prompt == "HELLO."
 
 
-def test_the_eos_that_ended_it_is_in_the_ids_and_not_in_the_text(plain: LLM, own: LLM) -> None:
+def test_the_eos_that_ended_it_is_in_the_ids_and_not_in_the_text(plain: LLM, self_drafting: LLM) -> None:
     """Forced by a bias, held back by min_tokens: five tokens, then the eos; under speculation too."""
     params = {"temperature": 0, "max_tokens": 30, "min_tokens": 5, "logit_bias": {EOS: 1000.0}}
-    for llm in (plain, own):
+    for llm in (plain, self_drafting):
         (answer,) = generate(llm, "x", SamplingParams(**params))[0].outputs
         assert len(answer.token_ids) == 6
         assert answer.token_ids[-1] == EOS
@@ -153,12 +153,12 @@ def test_the_eos_that_ended_it_is_in_the_ids_and_not_in_the_text(plain: LLM, own
         assert deaf.finish_reason == "length"
 
 
-def test_stop_tokens_and_stop_strings_say_what_stopped(plain: LLM, own: LLM) -> None:
+def test_stop_tokens_and_stop_strings_say_what_stopped(plain: LLM, self_drafting: LLM) -> None:
     (free,) = generate(plain, PROMPTS[0], SamplingParams(temperature=0, max_tokens=30))[0].outputs
     stop_id = free.token_ids[9]
     want = free.token_ids[: free.token_ids.index(stop_id) + 1]
     word = next(c for c in free.text[3:] if c.isascii() and c.isprintable())
-    for llm in (plain, own):
+    for llm in (plain, self_drafting):
         by_id = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop_id])
         (answer,) = generate(llm, PROMPTS[0], by_id)[0].outputs
         assert answer.token_ids == want
@@ -173,9 +173,9 @@ def test_stop_tokens_and_stop_strings_say_what_stopped(plain: LLM, own: LLM) -> 
 
 
 def test_aliases_of_hugging_face(plain: LLM) -> None:
-    theirs = SamplingParams(temperature=0, max_new_tokens=7, min_new_tokens=2)
-    assert theirs == SamplingParams(temperature=0, max_tokens=7, min_tokens=2)
-    assert len(tokens(generate(plain, "x", theirs))[0]) == 7
+    aliased = SamplingParams(temperature=0, max_new_tokens=7, min_new_tokens=2)
+    assert aliased == SamplingParams(temperature=0, max_tokens=7, min_tokens=2)
+    assert len(tokens(generate(plain, "x", aliased))[0]) == 7
     assert SamplingParams(max_tokens=4, max_new_tokens=4).max_tokens == 4
     assert SamplingParams(max_tokens=4, max_new_tokens=None).max_tokens == 4
 
@@ -238,9 +238,9 @@ def test_metrics_have_vllms_fields() -> None:
     ]
 
 
-def test_metrics_by_hand_where_every_draft_stands(own: LLM) -> None:
+def test_metrics_by_hand_where_every_draft_is_accepted(self_drafting: LLM) -> None:
     """16 tokens: one from prefill, three steps of 3 + 1, and 3 that are left, so the last draft has 2."""
-    (answer,) = generate(own, "x", SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0].outputs
+    (answer,) = generate(self_drafting, "x", SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0].outputs
     got = answer.spec_decode_metrics
     assert got == SpecDecodeMetrics(
         num_spec_tokens=3,
@@ -287,14 +287,14 @@ def test_counters_have_vllms_names_and_sum_over_requests() -> None:
     llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=SELF)
 
     def read() -> dict[tuple[str, str | None], Any]:
-        found = {}
+        values = {}
         for metric in llm.get_metrics():
             assert metric.labels["model_name"] == "tiny"
             assert metric.labels["engine"] == "0"
             assert isinstance(metric, Counter | Vector)
             value = metric.value if isinstance(metric, Counter) else metric.values
-            found[metric.name, metric.labels.get("finished_reason")] = value
-        return found
+            values[metric.name, metric.labels.get("finished_reason")] = value
+        return values
 
     assert read() == {
         ("vllm:prompt_tokens", None): 0,
@@ -362,7 +362,7 @@ def test_a_model_without_a_chat_template(tmp_path: Path, one_line: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "words"),
     [
         ({"temprature": 1}, ["unknown sampling parameter 'temprature'", "did you mean 'temperature'"]),
         ({"max_token": 1}, ["did you mean 'max_tokens'"]),
@@ -382,12 +382,12 @@ def test_a_model_without_a_chat_template(tmp_path: Path, one_line: Any) -> None:
         ({"logit_bias": {"x": 1.0}}, ["logit_bias"]),
     ],
 )
-def test_bad_sampling_parameters(given: dict[str, Any], words: list[str], one_line: Any) -> None:
-    one_line(lambda: SamplingParams(**given), *words)
+def test_bad_sampling_parameters(values: dict[str, Any], words: list[str], one_line: Any) -> None:
+    one_line(lambda: SamplingParams(**values), *words)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({"dtype": "flot32"}, ["unknown dtype 'flot32'", "did you mean 'float32'"]),
         ({"device": "gpu"}, ["device='gpu'", "cpu, cuda"]),
@@ -397,8 +397,8 @@ def test_bad_sampling_parameters(given: dict[str, Any], words: list[str], one_li
         ({"max_model_len": 1}, ["max_model_len=1"]),
     ],
 )
-def test_bad_arguments(given: dict[str, Any], words: list[str], one_line: Any) -> None:
-    one_line(lambda: LLM("tiny", **given), *words)
+def test_bad_arguments(arguments: dict[str, Any], words: list[str], one_line: Any) -> None:
+    one_line(lambda: LLM("tiny", **arguments), *words)
 
 
 def test_a_typo_is_found_before_the_target_is_loaded(one_line: Any) -> None:
@@ -446,8 +446,8 @@ def target() -> CausalLM:
     return CausalLM("tiny", "float32", "cpu")
 
 
-def build(target: CausalLM, given: Any) -> Any:
-    return SpeculativeConfig.parse(given).resolve().build(target)
+def build(target: CausalLM, config: Any) -> Any:
+    return SpeculativeConfig.parse(config).resolve().build(target)
 
 
 def test_json_text_is_the_object(target: CausalLM, one_line: Any) -> None:
@@ -462,7 +462,7 @@ def test_json_text_is_the_object(target: CausalLM, one_line: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "method"),
+    ("config", "method"),
     [
         ({"model": "ngram"}, "ngram"),
         ({"model": "[ngram]"}, "ngram"),
@@ -474,8 +474,8 @@ def test_json_text_is_the_object(target: CausalLM, one_line: Any) -> None:
         ({"method": "suffix"}, "suffix"),
     ],
 )
-def test_an_omitted_method_is_inferred_as_in_vllm(given: dict[str, str], method: str) -> None:
-    assert SpeculativeConfig(**given).infer_method() == method
+def test_an_omitted_method_is_inferred_as_in_vllm(config: dict[str, str], method: str) -> None:
+    assert SpeculativeConfig(**config).infer_method() == method
 
 
 def test_a_directory_with_dots_is_no_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +488,7 @@ LATER = ("medusa", "dflash", "dspark")
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("config", "name"),
     [
         ({"model": "org/model-DFlash"}, "dflash"),
         ({"model": "org/model-dspark"}, "dspark"),
@@ -496,17 +496,17 @@ LATER = ("medusa", "dflash", "dspark")
         ({**NGRAM, "rejection_sample_method": "fly"}, "fly"),
     ],
 )
-def test_methods_that_are_not_built(given: Any, name: str, target: CausalLM, one_line: Any) -> None:
-    one_line(lambda: build(target, given), f"'{name}' is not built yet", "built: ")
+def test_methods_that_are_not_built(config: Any, name: str, target: CausalLM, one_line: Any) -> None:
+    one_line(lambda: build(target, config), f"'{name}' is not built yet", "built: ")
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle"])
 def test_a_drafter_must_be_given(name: str, target: CausalLM, one_line: Any) -> None:
-    given = {"method": name, "num_speculative_tokens": 3}
-    one_line(lambda: build(target, given), f"method '{name}' needs model", "give the directory", "train/eagle.py")
+    config = {"method": name, "num_speculative_tokens": 3}
+    one_line(lambda: build(target, config), f"method '{name}' needs model", "give the directory", "train/eagle.py")
     one_line(lambda: build(target, {"method": name}), f"'{name}' needs num_speculative_tokens")
-    one_line(lambda: build(target, {**given, "model": "/no/such/drafter"}), "/no/such/drafter", "no such directory")
-    one_line(lambda: build(target, {**given, "model": str(target.path)}), "a causal LM", "'llama'", "method=draft_model")
+    one_line(lambda: build(target, {**config, "model": "/no/such/drafter"}), "/no/such/drafter", "no such directory")
+    one_line(lambda: build(target, {**config, "model": str(target.path)}), "a causal LM", "'llama'", "method=draft_model")
 
 
 @pytest.mark.parametrize(
@@ -518,9 +518,9 @@ def test_eagle_is_recognised_by_its_name(model: str, name: str) -> None:
 
 
 def test_parallel_drafting_is_a_method_of_its_own(one_line: Any) -> None:
-    for given, name in (({"method": "draft_model"}, "pard"), ({"method": "eagle3"}, "peagle"), ({"method": "pard"}, "pard")):
-        assert SpeculativeConfig(**given, parallel_drafting=True).infer_method() == name
-        assert SpeculativeConfig(**given, parallel_drafting=False).infer_method() == given["method"]
+    for config, name in (({"method": "draft_model"}, "pard"), ({"method": "eagle3"}, "peagle"), ({"method": "pard"}, "pard")):
+        assert SpeculativeConfig(**config, parallel_drafting=True).infer_method() == name
+        assert SpeculativeConfig(**config, parallel_drafting=False).infer_method() == config["method"]
     one_line(lambda: SpeculativeConfig(method="mtp", parallel_drafting=True).infer_method(), "parallel_drafting", "'mtp'")
 
 
@@ -533,8 +533,8 @@ def test_what_a_directory_says_can_be_taken_back(tmp_path: Path, one_line: Any) 
         save_file({"model.norm.weight": torch.ones(1)}, tmp_path / name / "model.safetensors")
         assert SpeculativeConfig(model=str(tmp_path / name)).infer_method() == name
     assert SpeculativeConfig(model=str(tmp_path / "pard"), parallel_drafting=False).infer_method() == "draft_model"
-    given = {"model": str(tmp_path / "peagle"), "parallel_drafting": False}
-    one_line(lambda: SpeculativeConfig(**given).infer_method(), "parallel_drafting=false", "in one pass only")
+    settings = {"model": str(tmp_path / "peagle"), "parallel_drafting": False}
+    one_line(lambda: SpeculativeConfig(**settings).infer_method(), "parallel_drafting=false", "in one pass only")
 
 
 def test_other_names_of_a_method() -> None:
@@ -602,7 +602,7 @@ def mean(length: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("config", "words"),
     [
         # keys and names
         ({**NGRAM, "num_speculative_tokns": 3}, ["did you mean 'num_speculative_tokens'"]),
@@ -656,13 +656,13 @@ def mean(length: float) -> dict[str, Any]:
         ({"method": "custom_class", "num_speculative_tokens": 3}, ["'custom_class' needs model"]),
     ],
 )
-def test_bad_settings(given: dict[str, Any], words: list[str], target: CausalLM, one_line: Any) -> None:
-    one_line(lambda: build(target, given), *words)
+def test_bad_settings(config: dict[str, Any], words: list[str], target: CausalLM, one_line: Any) -> None:
+    one_line(lambda: build(target, config), *words)
 
 
-@pytest.mark.parametrize("given", [rates(0.9, 0.6, 0.6), rates(1, 1, 1), rates(0, 0, 0), mean(1), mean(4)])
-def test_good_rates(given: dict[str, Any], target: CausalLM) -> None:
-    _, verifier = build(target, given)
+@pytest.mark.parametrize("config", [rates(0.9, 0.6, 0.6), rates(1, 1, 1), rates(0, 0, 0), mean(1), mean(4)])
+def test_good_rates(config: dict[str, Any], target: CausalLM) -> None:
+    _, verifier = build(target, config)
     assert len(verifier.params["synthetic_acceptance_rates"]) == 3
     assert not verifier.lossless
 
@@ -703,9 +703,9 @@ def test_a_draft_with_another_vocabulary(target: CausalLM, tmp_path: Path, one_l
 
 def test_a_draft_of_its_own_with_a_short_context(plain: LLM, tmp_path: Path, one_line: Any) -> None:
     """A directory serves as a draft, without a tokenizer; past its 64 positions it drafts no more."""
-    given = {**SELF, "model": str(make_draft(tmp_path / "draft"))}
-    one_line(lambda: build(plain.target, {**given, "max_model_len": 65}), "max_model_len=65", "1..64")
-    llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=given)
+    config = {**SELF, "model": str(make_draft(tmp_path / "draft"))}
+    one_line(lambda: build(plain.target, {**config, "max_model_len": 65}), "max_model_len=65", "1..64")
+    llm = LLM("tiny", dtype="float32", device="cpu", speculative_config=config)
     params = SamplingParams(temperature=0, max_tokens=60)
     (result,) = generate(llm, "a prompt of thirty characters,", params)
     assert tokens([result]) == tokens(generate(plain, "a prompt of thirty characters,", params))
@@ -837,7 +837,7 @@ def test_a_draft_for_the_wrong_number_of_rows(classes: str, one_line: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "words"),
     [
         ({"temperature": True}, "temperature=True: input should be a valid number"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes': input should be a valid boolean"),
@@ -851,8 +851,8 @@ def test_a_draft_for_the_wrong_number_of_rows(classes: str, one_line: Any) -> No
         ({"stop": "\ud800"}, "half of a surrogate pair"),
     ],
 )
-def test_sampling_parameters_are_what_they_say(given: dict[str, Any], words: str, one_line: Any) -> None:
-    one_line(lambda: SamplingParams(**given), words)
+def test_sampling_parameters_are_what_they_say(values: dict[str, Any], words: str, one_line: Any) -> None:
+    one_line(lambda: SamplingParams(**values), words)
 
 
 def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
@@ -867,7 +867,7 @@ def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({"prefill_chunk_size": 1.5}, "prefill_chunk_size=1.5"),
         ({"max_batch_size": "8"}, "max_batch_size='8': input should be a valid integer"),
@@ -880,8 +880,8 @@ def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
         ({"model": ""}, "model='' is no name of a model"),
     ],
 )
-def test_arguments_of_an_llm_are_what_they_say(given: dict[str, Any], words: str, one_line: Any) -> None:
-    one_line(lambda: LLM(**({"model": "tiny", "device": "cpu"} | given)), words)
+def test_arguments_of_an_llm_are_what_they_say(arguments: dict[str, Any], words: str, one_line: Any) -> None:
+    one_line(lambda: LLM(**({"model": "tiny", "device": "cpu"} | arguments)), words)
 
 
 def test_more_rows_than_memory_has_room_for(one_line: Any) -> None:
@@ -945,11 +945,11 @@ def test_deep_json_is_one_line(one_line: Any) -> None:
 
 def test_layers_are_tapped_once(plain: LLM, one_line: Any) -> None:
     config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}}
-    given = {
+    settings = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
         "shared_storage_path": "x",
         "draft_model_config": config,
     }
-    one_line(lambda: SpeculativeConfig(**given).resolve().build(plain.target), "[1, 1, 1] names a layer twice")
+    one_line(lambda: SpeculativeConfig(**settings).resolve().build(plain.target), "[1, 1, 1] names a layer twice")
     one_line(lambda: Architecture(eagle_aux_hidden_state_layer_ids=[1, 1, 1]).layers(4), "[1, 1, 1] names a layer twice")

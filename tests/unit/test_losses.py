@@ -17,7 +17,7 @@ from specdec.drafter.losses import RowSums, Teacher
 
 # columns of a table of sums
 LOSS, HITS, OVERLAP, ROWS = map(RowSums._fields.index, ("loss_K", "hits_K", "overlap_K", "rows_K"))
-NUM_TAUGHT = 40
+NUM_LABELLED = 40
 VOCAB = 29
 DRAFT = 17
 WIDTH = 12
@@ -42,26 +42,26 @@ class Case:
     """Random states of a target and of the unrolled steps of a draft, whose vocabulary is part of the target's."""
 
     def __init__(
-        self, cap: str = "plain", bias: bool = True, num_draft: int = DRAFT, num_taught: int = NUM_TAUGHT, seed: int = 0
+        self, cap: str = "plain", bias: bool = True, num_draft: int = DRAFT, num_labelled: int = NUM_LABELLED, seed: int = 0
     ):
         rng = np.random.default_rng(seed)
         noise = torch.Generator().manual_seed(seed)
         self.ids = torch.from_numpy(np.sort(rng.choice(VOCAB, num_draft, replace=False)))
-        state_QD = torch.randn(num_taught, WIDTH, generator=noise)
-        self.whole_VD = torch.randn(VOCAB, WIDTH, generator=noise)
+        state_QD = torch.randn(num_labelled, WIDTH, generator=noise)
+        self.full_VD = torch.randn(VOCAB, WIDTH, generator=noise)
         self.bias_V = torch.randn(VOCAB, generator=noise) if bias else torch.zeros(VOCAB)
-        self.logits_QV = CAPS[cap](state_QD @ self.whole_VD.t() + self.bias_V)
+        self.logits_QV = CAPS[cap](state_QD @ self.full_VD.t() + self.bias_V)
         index = torch.full((VOCAB,), -1)
         index[self.ids] = torch.arange(num_draft)
         label_Q = index[self.logits_QV.argmax(-1)]
         # as in training: 0 where the likeliest token can't be drafted, and samples that weigh less
-        weight_Q = (label_Q >= 0) * torch.from_numpy(rng.choice([0.0, 0.25, 1.0], num_taught)).float()
+        weight_Q = (label_Q >= 0) * torch.from_numpy(rng.choice([0.0, 0.25, 1.0], num_labelled)).float()
         self.teacher = Teacher(
-            state_QD, self.whole_VD[self.ids], self.bias_V[self.ids] if bias else None, CAPS[cap],
-            self.logits_QV.logsumexp(-1), label_Q, index[torch.from_numpy(rng.integers(0, VOCAB, num_taught))], weight_Q,
+            state_QD, self.full_VD[self.ids], self.bias_V[self.ids] if bias else None, CAPS[cap],
+            self.logits_QV.logsumexp(-1), label_Q, index[torch.from_numpy(rng.integers(0, VOCAB, num_labelled))], weight_Q,
         )  # fmt: skip
         shares = (1.0, 0.7, 0.4, 0.0)  # rows of every step; the last has none
-        self.labelled = [np.flatnonzero(rng.random(num_taught) < share) for share in shares]
+        self.labelled = [np.flatnonzero(rng.random(num_labelled) < share) for share in shares]
         self.hidden = [torch.randn(len(places), WIDTH, generator=noise) for places in self.labelled]
         self.weight_VD = torch.randn(num_draft, WIDTH, generator=noise)
         self.step_weight = [0.8**k for k in range(len(shares))]
@@ -74,25 +74,25 @@ class Case:
         hidden = [h.clone().requires_grad_() for h in self.hidden]
         loss, sums, hits = function(hidden, self.labelled, weight, self.teacher, self.step_weight, terms, cap)
         (scale * loss).backward()
-        found = {"loss": loss.detach(), "sums": torch.stack(sums, 1), "hits": torch.cat(hits)}
-        found |= {f"gradient of step {k}": torch.zeros_like(h) if h.grad is None else h.grad for k, h in enumerate(hidden)}
+        result = {"loss": loss.detach(), "sums": torch.stack(sums, 1), "hits": torch.cat(hits)}
+        result |= {f"gradient of step {k}": torch.zeros_like(h) if h.grad is None else h.grad for k, h in enumerate(hidden)}
         assert (weight.grad is None) == frozen
-        return found if weight.grad is None else found | {"gradient of the head": weight.grad}
+        return result if weight.grad is None else result | {"gradient of the head": weight.grad}
 
 
-def agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, want in theirs.items():
-        assert torch.isfinite(ours[name]).all(), name
-        assert ours[name].shape == want.shape
+def agree(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    for name, want in expected.items():
+        assert torch.isfinite(got[name]).all(), name
+        assert got[name].shape == want.shape
         if not want.numel():
             continue
         scale = max(want.double().abs().max().item(), 1.0)
-        gap = (ours[name].double() - want.double()).abs().max().item()
+        gap = (got[name].double() - want.double()).abs().max().item()
         assert gap <= tolerance * scale, (name, gap, scale)
 
 
-def law(logits: Tensor) -> list[float]:
+def distribution(logits: Tensor) -> list[float]:
     return logits.double().softmax(-1).tolist()
 
 
@@ -108,8 +108,8 @@ def test_distill_is_the_readable_one(terms: dict[str, float], cap: str, bias: bo
 
 
 def tanh_cap(logits: Tensor) -> tuple[Tensor, Tensor]:
-    capped = torch.tanh(logits / 3) * 3
-    return capped, 1 - (capped / 3) ** 2
+    tanh_logits = torch.tanh(logits / 3) * 3
+    return tanh_logits, 1 - (tanh_logits / 3) ** 2
 
 
 @pytest.mark.parametrize("terms", MIXES, ids=str)
@@ -118,14 +118,14 @@ def test_what_the_drafter_does_to_its_logits_has_a_slope(terms: dict[str, float]
     agree(case.run(losses.distill, terms, cap=tanh_cap), case.run(losses.distill_reference, terms, cap=tanh_cap))
 
 
-def test_the_data_alone_teach_without_the_target() -> None:
-    """nll: the same loss, hits and gradients, with the target's law left out or never there; its overlap is not known then."""
+def test_the_data_alone_train_without_the_target() -> None:
+    """nll: the same loss, hits and gradients, with the target's distribution left out or never there; overlap is unknown."""
     case = Case()
     terms = {"nll": 1.0}
     want = case.run(losses.distill_reference, terms)
     assert not losses.needs_target_probs(terms)
-    whole = case.teacher
-    for teacher in (whole, dataclasses.replace(whole, state_QD=None, weight_VD=None, logsumexp_Q=None)):
+    with_target = case.teacher
+    for teacher in (with_target, dataclasses.replace(with_target, state_QD=None, weight_VD=None, logsumexp_Q=None)):
         case.teacher = teacher
         got = case.run(losses.distill, terms)
         labelled = [len(places) > 0 for places in case.labelled]
@@ -134,9 +134,9 @@ def test_the_data_alone_teach_without_the_target() -> None:
             got | {"sums": got["sums"][:, [LOSS, HITS, ROWS]]},
             want | {"sums": want["sums"][:, [LOSS, HITS, ROWS]]},
         )
-    case.teacher = whole
+    case.teacher = with_target
     with torch.no_grad():  # as when it is validated
-        sums = losses.distill(case.hidden, case.labelled, case.weight_VD, whole, case.step_weight, terms)[1]
+        sums = losses.distill(case.hidden, case.labelled, case.weight_VD, with_target, case.step_weight, terms)[1]
     torch.testing.assert_close(torch.stack(sums, 1), want["sums"])
 
 
@@ -173,11 +173,11 @@ def test_the_gradient_follows_what_comes_after_the_loss() -> None:
 
 
 def test_no_rows_at_all() -> None:
-    case = Case(num_taught=0)
-    found = case.run(losses.distill, MIXES[0])
-    assert found["loss"] == 0
-    assert (found["sums"] == 0).all()
-    assert (found["gradient of the head"] == 0).all()
+    case = Case(num_labelled=0)
+    result = case.run(losses.distill, MIXES[0])
+    assert result["loss"] == 0
+    assert (result["sums"] == 0).all()
+    assert (result["gradient of the head"] == 0).all()
 
 
 @pytest.mark.parametrize("terms", MIXES, ids=str)
@@ -186,19 +186,19 @@ def test_under_autocast_it_is_close(terms: dict[str, float]) -> None:
     case = Case()
     want = case.run(losses.distill_reference, terms)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = case.run(losses.distill, terms)
+        result = case.run(losses.distill, terms)
     for name, exact in want.items():
         if name == "hits":
-            assert (found[name] == exact).float().mean() > 0.95, "two tokens may be as good as equal"
+            assert (result[name] == exact).float().mean() > 0.95, "two tokens may be as good as equal"
             continue
-        assert found[name].dtype == torch.float32
+        assert result[name].dtype == torch.float32
         if name == "sums":
             torch.testing.assert_close(
-                found[name][:, [LOSS, OVERLAP, ROWS]], exact[:, [LOSS, OVERLAP, ROWS]], rtol=1e-2, atol=0
+                result[name][:, [LOSS, OVERLAP, ROWS]], exact[:, [LOSS, OVERLAP, ROWS]], rtol=1e-2, atol=0
             )
         else:
             tolerance = 0.01 if name == "loss" else 0.02 if terms.get("ce") or terms.get("kl") else 0.25
-            assert (found[name] - exact).norm() <= tolerance * exact.norm(), name
+            assert (result[name] - exact).norm() <= tolerance * exact.norm(), name
 
 
 # ----------------------------------------------------------------------------------------- in words
@@ -208,42 +208,42 @@ def test_under_autocast_it_is_close(terms: dict[str, float]) -> None:
 def test_the_loss_in_words(terms: dict[str, float]) -> None:
     """Row by row and token by token, in float64."""
     case = Case("capped")
-    found = case.run(losses.distill, terms)
+    result = case.run(losses.distill, terms)
     total = 0.0
     for k, places in enumerate(case.labelled):
         sums = np.zeros(4)
         for row, place in enumerate(places.tolist()):
-            p = law(case.logits_QV[place, case.ids])
-            whole = law(case.logits_QV[place])
-            q = law(case.hidden[k][row] @ case.weight_VD.t())
+            p = distribution(case.logits_QV[place, case.ids])
+            target_probs = distribution(case.logits_QV[place])
+            q = distribution(case.hidden[k][row] @ case.weight_VD.t())
             ce = -sum(a * np.log(b) for a, b in zip(p, q, strict=True))
             kl = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True))
             tv = 0.5 * sum(abs(a - b) for a, b in zip(p, q, strict=True))
-            said = int(case.teacher.token_Q[place])
-            nll = -np.log(q[said]) if said >= 0 else 0.0
+            label = int(case.teacher.token_Q[place])
+            nll = -np.log(q[label]) if label >= 0 else 0.0
             loss = sum(terms.get(name, 0) * x for name, x in (("ce", ce), ("kl", kl), ("tv", tv), ("nll", nll)))
             # what rejection sampling accepts: a token that can't be drafted has q = 0
-            overlap = sum(min(whole[token], b) for token, b in zip(case.ids.tolist(), q, strict=True))
+            overlap = sum(min(target_probs[token], b) for token, b in zip(case.ids.tolist(), q, strict=True))
             hit = case.ids[int(np.argmax(q))] == case.logits_QV[place].argmax()
             sums += np.array([loss * case.teacher.weight_Q[place].item(), float(hit), overlap, 1.0])
-        np.testing.assert_allclose(found["sums"][k].numpy(), sums, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result["sums"][k].numpy(), sums, rtol=1e-5, atol=1e-5)
         total += case.step_weight[k] * sums[LOSS]
-    assert found["loss"].item() == pytest.approx(total, rel=1e-5)
-    assert found["sums"][:, ROWS].tolist() == [len(places) for places in case.labelled]
-    assert found["sums"][0, HITS] > 0
-    assert found["sums"][0, OVERLAP] > 0
+    assert result["loss"].item() == pytest.approx(total, rel=1e-5)
+    assert result["sums"][:, ROWS].tolist() == [len(places) for places in case.labelled]
+    assert result["sums"][0, HITS] > 0
+    assert result["sums"][0, OVERLAP] > 0
 
 
 def test_a_draft_that_is_the_target_loses_nothing() -> None:
     """Where all tokens can be drafted: no kl, no tv, no slope, all hits, and everything is accepted."""
     case = Case(bias=False, num_draft=VOCAB)
-    case.weight_VD = case.whole_VD
+    case.weight_VD = case.full_VD
     case.hidden = [case.teacher.state_QD[torch.from_numpy(places)] for places in case.labelled]
-    found = case.run(losses.distill, {"kl": 1.0, "tv": 1.0})
-    assert abs(found["loss"].item()) < 1e-4
-    assert found["gradient of the head"].abs().max() < 1e-4
-    assert found["hits"].all()
-    torch.testing.assert_close(found["sums"][:, OVERLAP], found["sums"][:, ROWS])
+    result = case.run(losses.distill, {"kl": 1.0, "tv": 1.0})
+    assert abs(result["loss"].item()) < 1e-4
+    assert result["gradient of the head"].abs().max() < 1e-4
+    assert result["hits"].all()
+    torch.testing.assert_close(result["sums"][:, OVERLAP], result["sums"][:, ROWS])
 
 
 @pytest.mark.parametrize("terms", MIXES, ids=str)
@@ -256,18 +256,18 @@ def test_tokens_that_the_target_never_says_make_no_nan(terms: dict[str, float]) 
         case.teacher = replace(case.teacher, bias_V=bias)
         results = []
         for function in (losses.distill, losses.distill_reference):
-            found = case.run(function, terms)
-            assert all(torch.isfinite(x).all() for x in found.values()), function.__name__
-            results.append(found)
+            result = case.run(function, terms)
+            assert all(torch.isfinite(x).all() for x in result.values()), function.__name__
+            results.append(result)
         agree(*results)
 
 
 def test_a_row_that_teaches_nothing_leaves_no_gradient() -> None:
     case = Case()
-    found = case.run(losses.distill, MIXES[3])
+    result = case.run(losses.distill, MIXES[3])
     for k, places in enumerate(case.labelled):
-        silent = (case.teacher.weight_Q[torch.from_numpy(places)] == 0).numpy()
-        assert (found[f"gradient of step {k}"].abs().sum(-1) == 0).numpy().tolist() == silent.tolist()
+        unlabelled = (case.teacher.weight_Q[torch.from_numpy(places)] == 0).numpy()
+        assert (result[f"gradient of step {k}"].abs().sum(-1) == 0).numpy().tolist() == unlabelled.tolist()
 
 
 # -------------------------------------------------------------------------------------------- settings

@@ -25,7 +25,10 @@ from specdec.rejection import Verifier
 from support.methods import tiny
 
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, WIDTH, SLOTS = 4, 2, 8, 40
+HEADS = 4
+KV_HEADS = 2
+WIDTH = 8
+SLOTS = 40
 START_B = np.array([7, 0, 12])
 LENGTH_B = np.array([5, 0, 3])  # a row among them takes part with no tokens
 PARENT_BM = np.array([[-1, 0, 0, 1, 2], [-1, -1, -1, -1, -1], [-1, 0, 1, 0, 0]])
@@ -85,7 +88,8 @@ def test_attention_is_that_of_a_dense_mask(
     first_B = np.cumsum(LENGTH_B) - LENGTH_B
     for b, m in np.argwhere(np.arange(5) < LENGTH_B[:, None]).tolist():
         position = START_B[b] + depth(visibility, b, m)
-        keys, values = [], []
+        keys = []
+        values = []
         for slot in range(START_B[b]):
             if sliding_window is None or slot > position - sliding_window:
                 keys.append(cache.key_RHSD[1][1 + b, :, slot])
@@ -115,7 +119,8 @@ def test_positions_and_slots_are_apart() -> None:
 def test_a_chain_is_the_tree_of_one_branch(architecture: str) -> None:
     """The same bits, over sliding windows too."""
     model = CausalLM(f"tiny-{architecture}", "float32", "cpu")
-    start_B, length_B = np.array([20, 9, 31]), np.array([4, 1, 6])
+    start_B = np.array([20, 9, 31])
+    length_B = np.array([4, 1, 6])
     ids = np.random.default_rng(0).integers(0, 256, 64)
     outputs = []
     for visibility in (CAUSAL, Tree(chain_of(length_B))):
@@ -159,7 +164,9 @@ def test_the_branches_of_a_tree_are_chains(architecture: str) -> None:
 def test_a_move_reads_before_it_writes() -> None:
     cache = filled_cache()
     before = [x.clone() for x in (*cache.key_RHSD, *cache.value_RHSD)]
-    rows, source, to = torch.tensor([0, 0, 2]), torch.tensor([5, 6, 9]), torch.tensor([6, 7, 9])
+    rows = torch.tensor([0, 0, 2])
+    source = torch.tensor([5, 6, 9])
+    to = torch.tensor([6, 7, 9])
     cache.move(rows, source, to)
     for stored, old in zip((*cache.key_RHSD, *cache.value_RHSD), before, strict=True):
         assert torch.equal(stored[0, :, 6], old[0, :, 5])
@@ -214,8 +221,10 @@ class Bushes(StatelessProposer):
             place, node = 0, -1  # of the last token of the right branch
             for k in range(shape[1]):
                 if place < len(right) and self.rng.random() < 0.5:
-                    token_BK[b, k], parent_BK[b, k] = right[place], node
-                    place, node = place + 1, k
+                    token_BK[b, k] = right[place]
+                    parent_BK[b, k] = node
+                    place = place + 1
+                    node = k
                 else:
                     parent_BK[b, k] = self.rng.integers(-1, k)
         length_B = torch.from_numpy(self.rng.integers(0, context.max_draft_B + 1))
@@ -228,9 +237,11 @@ def walk(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     assert draft.parent_BK is not None
     best_BJ = p_BJV.argmax(-1).tolist()
     path_BK = torch.zeros_like(draft.token_BK)
-    count, extra = [], []
+    count = []
+    extra = []
     for b, length in enumerate(draft.length_B.tolist()):
-        node, num_accepted = -1, 0
+        node = -1
+        num_accepted = 0
         for k in range(length):
             if int(draft.parent_BK[b, k]) == node and int(draft.token_BK[b, k]) == best_BJ[b][node + 1]:
                 node = k

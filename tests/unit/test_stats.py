@@ -30,10 +30,10 @@ def request(
     batch_size: int = 1,
 ) -> RequestStats:
     """A request's lists; unless told, a step emits what it accepted and one token more."""
-    own = RequestStats(decode_s=10.0)
+    request_stats = RequestStats(decode_s=10.0)
     for d, a, e in zip(drafted, accepted, emitted or [a + 1 for a in accepted], strict=True):
-        own.add(d, a, e, draft_s, verify_s, batch_size)
-    return own
+        request_stats.add(d, a, e, draft_s, verify_s, batch_size)
+    return request_stats
 
 
 # Ragged drafts and steps without any: lengths 0, 3, 0, 2, 3, 1; accepted 0, 3, 0, 1, 0, 1.
@@ -134,7 +134,7 @@ def random_requests(count: int, seed: int) -> list[RequestStats]:
 def test_pooled_numbers_are_those_of_the_requests_laid_end_to_end() -> None:
     many = random_requests(7, seed=1)
     lists = ("drafted", "accepted", "emitted")
-    joined = request(*([x for own in many for x in getattr(own, key)] for key in lists))
+    joined = request(*([x for request_stats in many for x in getattr(request_stats, key)] for key in lists))
     pooled = stats.pool(many)
     want = stats.request_metrics(joined)
     assert pooled["num_requests"] == 7
@@ -162,25 +162,25 @@ def test_pooling_weighs_tokens_and_the_mean_weighs_requests() -> None:
 
 def test_bootstrap_interval() -> None:
     many = random_requests(30, seed=2)
-    own = stats.mean_over_requests(many, "tokens_per_step")
+    estimate = stats.mean_over_requests(many, "tokens_per_step")
     values = [stats.request_metrics(s)["tokens_per_step"] for s in many]
-    assert own is not None
-    assert own["mean"] == pytest.approx(np.mean(values))
-    assert own["num_requests"] == 30
-    assert min(values) <= own["low"] < own["mean"] < own["high"] <= max(values)
+    assert estimate is not None
+    assert estimate["mean"] == pytest.approx(np.mean(values))
+    assert estimate["num_requests"] == 30
+    assert min(values) <= estimate["low"] < estimate["mean"] < estimate["high"] <= max(values)
     # 1.96 standard errors either way, roughly
     half = 1.96 * np.std(values) / np.sqrt(30)
-    assert own["high"] - own["low"] == pytest.approx(2 * half, rel=0.1)
-    assert stats.mean_over_requests(many, "tokens_per_step") == own, "seeded: the same every time"
+    assert estimate["high"] - estimate["low"] == pytest.approx(2 * half, rel=0.1)
+    assert stats.mean_over_requests(many, "tokens_per_step") == estimate, "seeded: the same every time"
     four_times = stats.mean_over_requests(many * 4, "tokens_per_step")
     assert four_times is not None
-    assert (own["high"] - own["low"]) / (four_times["high"] - four_times["low"]) == pytest.approx(2, rel=0.1)
+    assert (estimate["high"] - estimate["low"]) / (four_times["high"] - four_times["low"]) == pytest.approx(2, rel=0.1)
 
 
 def test_bootstrap_leaves_out_requests_without_the_number() -> None:
     many = [request([2], [1]), request([0], [0])]
-    own = stats.mean_over_requests(many, "draft_acceptance_rate")
-    assert own == {"mean": 0.5, "low": 0.5, "high": 0.5, "num_requests": 1}
+    estimate = stats.mean_over_requests(many, "draft_acceptance_rate")
+    assert estimate == {"mean": 0.5, "low": 0.5, "high": 0.5, "num_requests": 1}
     assert stats.mean_over_requests([many[1]], "draft_acceptance_rate") is None
     assert stats.mean_over_requests([], "tokens_per_step") is None
 
@@ -188,11 +188,11 @@ def test_bootstrap_leaves_out_requests_without_the_number() -> None:
 # --------------------------------------------------------------------------------------------------- time
 
 
-def test_busy_seconds_divide_a_step_among_its_rows() -> None:
+def test_row_share_seconds_divide_a_step_by_its_rows() -> None:
     """Two rows decode one step of 3 s together, then one of them another of 3 s alone: 6 s in all, not 9."""
     together = [RequestStats(), RequestStats()]
-    for own in together:
-        own.add(2, 1, 2, 1.0, 2.0, batch_size=2)
+    for request_stats in together:
+        request_stats.add(2, 1, 2, 1.0, 2.0, batch_size=2)
     together[0].add(2, 0, 1, 1.0, 2.0, batch_size=1)
     assert stats.row_share_seconds(together, "draft_s") == 2.0
     assert stats.row_share_seconds(together, "verify_s") == 4.0
@@ -250,30 +250,30 @@ def test_ideal_speedup_pays_for_verification_and_the_rest() -> None:
 def test_predicted_speedup_by_hand() -> None:
     """Steps draft 0 and 2 tokens, 0.1 s each, where a plain step takes 0.5 s; v(1) = 1 and v(3) = 1.4:
     2 tokens a step (1 and 3) over 1.2 + 0.2."""
-    own = request([0, 2], [0, 2], draft_s=0.1)
-    predicted = stats.predicted_speedup([own], lambda n: {1: 1.0, 3: 1.4}[n], step_s=0.5)
+    request_stats = request([0, 2], [0, 2], draft_s=0.1)
+    predicted = stats.predicted_speedup([request_stats], lambda n: {1: 1.0, 3: 1.4}[n], step_s=0.5)
     assert predicted == pytest.approx(2 / (1.2 + 0.2))
     assert stats.predicted_speedup([RequestStats()], lambda n: 1.0, 0.5) is None
 
 
 def test_predicted_speedup_is_the_ideal_one_for_full_drafts_at_its_costs() -> None:
-    own = request([3] * 4, [0, 1, 3, 3], draft_s=3 * 0.05)
-    survival = stats.request_metrics(own)["acceptance_rate_per_position"]
+    request_stats = request([3] * 4, [0, 1, 3, 3], draft_s=3 * 0.05)
+    survival = stats.request_metrics(request_stats)["acceptance_rate_per_position"]
     want = stats.ideal_speedup(survival, verify_cost=1.3, draft_cost=0.05)
-    assert stats.predicted_speedup([own], lambda n: 1.3 if n == 4 else 1.0, step_s=1.0) == pytest.approx(want)
+    assert stats.predicted_speedup([request_stats], lambda n: 1.3 if n == 4 else 1.0, step_s=1.0) == pytest.approx(want)
 
 
 def test_a_step_time_shared_by_rows_is_not_divided_in_the_prediction() -> None:
     """v and the plain step are of the whole batch, so the draft time of a step is too."""
-    own = [request([2], [2], draft_s=0.2, batch_size=2) for _ in range(2)]
-    assert stats.predicted_speedup(own, lambda n: 1.0, step_s=1.0) == pytest.approx(3 / 1.2)
+    requests = [request([2], [2], draft_s=0.2, batch_size=2) for _ in range(2)]
+    assert stats.predicted_speedup(requests, lambda n: 1.0, step_s=1.0) == pytest.approx(3 / 1.2)
 
 
 def test_the_model_at_batch_size_two_takes_draft_and_plain_step_from_whole_steps() -> None:
     """Plain steps of 2 rows take 1 s, a draft 0.2 s, and three tokens come of each step: 3 / 1.2 whatever the batch size."""
-    own = {str(i): request([2], [2], draft_s=0.2, verify_s=1.0, batch_size=2) for i in range(2)}
+    requests = {str(i): request([2], [2], draft_s=0.2, verify_s=1.0, batch_size=2) for i in range(2)}
     plain = {str(i): request([0] * 3, [0] * 3, draft_s=0.0, verify_s=1.0, batch_size=2) for i in range(2)}
-    overall = run_report.summarize(own, plain, dict.fromkeys(own, "all"), lambda n: 1.0)["overall"]
+    overall = run_report.summarize(requests, plain, dict.fromkeys(requests, "all"), lambda n: 1.0)["overall"]
     assert overall["speedup_model"] == pytest.approx(3 / 1.2)
     assert overall["speedup"] == pytest.approx(3 / 1.2)
     assert overall["efficiency"] == pytest.approx(1.0)
@@ -284,9 +284,9 @@ def test_the_model_at_batch_size_two_takes_draft_and_plain_step_from_whole_steps
 
 def timed(tokens: int, wall_s: float, cpu_s: float, drafted: int = 0) -> RequestStats:
     """A request of one step."""
-    own = RequestStats()
-    own.add(drafted, tokens - 1, tokens, 0.0, wall_s, 1, cpu_s=cpu_s)
-    return own
+    request_stats = RequestStats()
+    request_stats.add(drafted, tokens - 1, tokens, 0.0, wall_s, 1, cpu_s=cpu_s)
+    return request_stats
 
 
 def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> None:
@@ -302,9 +302,9 @@ def test_a_row_that_lacks_any_statistic_is_refused_by_name(tmp_path: Path) -> No
 
 def test_speedup_by_wall_and_cpu_time_with_an_interval() -> None:
     plain = [timed(1, 2.0, 1.0) for _ in range(8)]
-    own = [timed(2, 1.0, 1.0) for _ in range(8)]
-    assert stats.speedup(own, plain) == {"ratio": 4.0, "low": 4.0, "high": 4.0, "cpu_ratio": 2.0}
-    few = stats.speedup(own[:7], plain[:7])
+    requests = [timed(2, 1.0, 1.0) for _ in range(8)]
+    assert stats.speedup(requests, plain) == {"ratio": 4.0, "low": 4.0, "high": 4.0, "cpu_ratio": 2.0}
+    few = stats.speedup(requests[:7], plain[:7])
     assert few is not None
     assert few["ratio"] == 4.0
     assert few["low"] is few["high"] is None, "seven requests are too few for an interval"
@@ -340,9 +340,9 @@ def test_what_says_that_the_machine_was_busy() -> None:
 
 def test_a_busy_run_says_so_and_shows_the_ratio_by_cpu_time() -> None:
     """As reported: a plain pass that another process held up, and a category with a speedup no drafter can have."""
-    own = {str(i): timed(2, 1.0, 1.0, drafted=2) for i in range(9)}
+    requests = {str(i): timed(2, 1.0, 1.0, drafted=2) for i in range(9)}
     plain = {str(i): timed(1, 3.2 if i < 3 else 0.55, 0.5) for i in range(9)}
-    summary = run_report.summarize(own, plain, {i: "chat" if int(i) < 3 else "code" for i in own}, lambda n: 1.0)
+    summary = run_report.summarize(requests, plain, {i: "chat" if int(i) < 3 else "code" for i in requests}, lambda n: 1.0)
     assert summary["categories"]["chat"]["speedup"] == pytest.approx(6.4)
     reasons = run_report.busy_reasons(summary, "ngram", True)
     assert any(reason.startswith("speedup 6.40 of chat is above the ideal 2.00") for reason in reasons)
@@ -374,10 +374,10 @@ def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(target, "forward", counted)
     verify_s = profiling.verify_seconds(target, 1, 4, context=8, repeats=1)
     assert [verify_s(n) for n in (1, 2, 3, 4)] == sorted(verify_s(n) for n in (1, 2, 3, 4))
-    own = request([3] * 4, [0, 1, 3, 3], draft_s=0.0)
-    model = stats.predicted_speedup([own], lambda n: verify_s(n) / verify_s(1), step_s=1.0)
+    request_stats = request([3] * 4, [0, 1, 3, 3], draft_s=0.0)
+    model = stats.predicted_speedup([request_stats], lambda n: verify_s(n) / verify_s(1), step_s=1.0)
     assert model is not None
-    assert model <= stats.request_metrics(own)["tokens_per_step"]
+    assert model <= stats.request_metrics(request_stats)["tokens_per_step"]
 
 
 def test_nobody_is_fastest_inside_the_noise() -> None:

@@ -79,9 +79,9 @@ def test_trees_are_arctics(case: dict, tree_class: type) -> None:
     for call, *arguments in case["calls"]:
         if call == "speculate":
             context, settings, tokens, score, match_len = arguments
-            draft, _, own_score, own_match_len = in_words(tree.speculate(context, *settings))
-            assert (draft, own_match_len) == (tokens, match_len)
-            assert own_score == pytest.approx(score, abs=1e-5)
+            draft, _, our_score, our_match_len = in_words(tree.speculate(context, *settings))
+            assert (draft, our_match_len) == (tokens, match_len)
+            assert our_score == pytest.approx(score, abs=1e-5)
         elif call == "remove":
             tree.remove(arguments[0])
         else:
@@ -187,7 +187,7 @@ def unfolded_paths(tree: SuffixTree, v: int = ROOT, prefix: Path = ()) -> dict[P
         assert (np.diff(count_C) <= 0).all()
         assert ((np.diff(count_C) == 0) == (np.diff(group_C) == 0)).all()
         for group in set(group_C.tolist()):
-            members = [child for child, own in zip(children, group_C, strict=True) if own == group]
+            members = [child for child, child_group in zip(children, group_C, strict=True) if child_group == group]
             assert group_G[group].tolist() == [members[0], members[-1]]
     assert node_X[children]["prev"].tolist() == children[-1:] + children[:-1]
     for child in children:
@@ -341,7 +341,7 @@ def test_a_draft_below_the_least_score_is_not_made() -> None:
         assert propose(proposer, text) == [want]
 
 
-def test_evidence_is_from_the_tree_that_drafts() -> None:
+def test_confidence_is_from_the_tree_that_drafts() -> None:
     proposer = Suffix(num_speculative_tokens=3)
     proposer.on_start(0, make_request([1, 2, 3, 1, 2, 4, 1, 2]))
     proposer.on_start(1, make_request([7]))
@@ -451,22 +451,22 @@ def test_proposer_against_reference_trees() -> None:
     responses = SuffixTreeReference(depth)
     cached = []
     num_drafted = 0
-    num_begun = 0
+    num_started = 0
     running: dict[int, tuple[int, int, list[int], SuffixTreeReference]] = {}  # key, length seen, tokens, tree
     for _ in range(300):
         for row in range(3):
             if row not in running and rng.random() < 0.5:
                 prompt = [rng.randrange(4) for _ in range(rng.randrange(1, 20))]
                 proposer.on_start(row, make_request(prompt, max_tokens=rng.choice([None, 4, 40])))
-                num_begun += 1
-                responses.start(num_begun)
-                cached.append(num_begun)
+                num_started += 1
+                responses.start(num_started)
+                cached.append(num_started)
                 if len(cached) > 2:
                     responses.remove(cached.pop(0))
                 tree = SuffixTreeReference(depth)
                 tree.start(0)
                 tree.extend(0, prompt)
-                running[row] = (num_begun, len(prompt), prompt, tree)
+                running[row] = (num_started, len(prompt), prompt, tree)
             elif row in running and rng.random() < 0.1:
                 del running[row]
                 proposer.on_finish(row)
@@ -479,8 +479,8 @@ def test_proposer_against_reference_trees() -> None:
                 responses.extend(key, tokens[seen:])
             running[row] = (key, len(tokens), tokens, tree)
             texts[row] = tokens
-            own, others = (t.speculate(tokens[-depth:], k) for t in (tree, responses))
-            expected.append((others if others[2] > own[2] else own)[0].tolist())
+            local, others = (t.speculate(tokens[-depth:], k) for t in (tree, responses))
+            expected.append((others if others[2] > local[2] else local)[0].tolist())
         if texts:
             assert propose(proposer, texts) == expected
             num_drafted += sum(map(len, expected))

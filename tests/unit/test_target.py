@@ -46,10 +46,10 @@ def forward(model: CausalLM, cache, rows: list[np.ndarray], start: list[int], **
 
 def test_logits_are_those_of_transformers(model: CausalLM) -> None:
     """Past the sliding window, prefilled in chunks, then in ragged steps, with a rejected draft in between."""
-    theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
+    reference = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     ids = tokens_of(90)
     with torch.no_grad():
-        want = theirs(torch.from_numpy(ids)[None]).logits[0]
+        want = reference(torch.from_numpy(ids)[None]).logits[0]
     cache = model.new_cache()
     cache.reserve(2, 128)
     model.prefill(cache, 0, ids[:50], 0, chunk=16)
@@ -61,14 +61,14 @@ def test_logits_are_those_of_transformers(model: CausalLM) -> None:
 
 def test_tapped_states_are_those_of_transformers(model: CausalLM) -> None:
     """Id i is what enters layer i; the last id is what leaves the last layer, before the final norm."""
-    theirs = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
+    reference = hub.load_model(model.path, dtype=torch.float32, attn_implementation="eager")
     ids = tokens_of(20)
     entering = {}
-    for i, layer in enumerate(theirs.model.layers):
+    for i, layer in enumerate(reference.model.layers):
         layer.register_forward_pre_hook(lambda _, args, kwargs, i=i: entering.update({i: args[0]}), with_kwargs=True)
-    theirs.model.norm.register_forward_pre_hook(lambda _, args: entering.update({len(theirs.model.layers): args[0]}))
+    reference.model.norm.register_forward_pre_hook(lambda _, args: entering.update({len(reference.model.layers): args[0]}))
     with torch.no_grad():
-        theirs(torch.from_numpy(ids)[None])
+        reference(torch.from_numpy(ids)[None])
     cache = model.new_cache()
     cache.reserve(1, 128)
     layers = (0, 2, model.num_layers)
@@ -195,7 +195,9 @@ def test_a_longrope_model_decodes_what_generate_does_up_to_there(longrope: Path)
             target, method.build("none", target), rejection.build("standard"), max_batch_size=3, max_model_len=max_model_len
         )
         params = [SamplingParams(temperature=0, max_tokens=len(answer)) for answer in want]
-        requests = [Request(str(i), ids, own) for i, (ids, own) in enumerate(zip(prompts(), params, strict=True))]
+        requests = [
+            Request(str(i), ids, request_params) for i, (ids, request_params) in enumerate(zip(prompts(), params, strict=True))
+        ]
         done = {request.id: request.output_token_ids for request in engine.run(requests)}
         assert [done[str(i)] for i in range(len(want))] == want
     assert len(want[-1]) == 6
@@ -205,10 +207,10 @@ def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
     longrope: Path, one_line: Callable[..., str]
 ) -> None:
     target = CausalLM("tiny", "float32", "cpu")
-    own = method.find("draft_model")
+    method_class = method.find("draft_model")
     checkpoint = causal_lm.load(longrope)
     target.vocab_size = 320
-    drafter: Any = own(target, checkpoint, 2)  # type: ignore[call-arg]
+    drafter: Any = method_class(target, checkpoint, 2)  # type: ignore[call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())
     batches = {n: OnlineFeatures(target, [])([Sample("a", np.arange(n), np.ones(n, dtype=bool))]) for n in (70, 71)}
     drafter.loss(batches[70])[0].backward()
@@ -305,8 +307,8 @@ def test_what_attention_does_beside_the_interface_is_found(
 def test_what_is_no_causal_lm_is_refused_for_what_it_is(tmp_path: Path, one_line: Callable[..., str]) -> None:
     """Another copy of the weights would not help."""
     AutoConfig.for_model("vit", hidden_size=64, num_hidden_layers=2, num_attention_heads=4).save_pretrained(tmp_path)
-    said = one_line(lambda: CausalLM(tmp_path, "float32", "cpu"), "model_type 'vit'", "use another model")
-    assert "fetch" not in said
+    message = one_line(lambda: CausalLM(tmp_path, "float32", "cpu"), "model_type 'vit'", "use another model")
+    assert "fetch" not in message
 
 
 def test_states_that_cannot_be_used_are_refused_before_a_directory_is_taken(
@@ -317,12 +319,12 @@ def test_states_that_cannot_be_used_are_refused_before_a_directory_is_taken(
     words = ("hidden states of model_type 'modernbert-decoder' cannot be used", "ngram")
     one_line(lambda: OnlineFeatures(target, [1]), *words)
     for name in ("eagle", "eagle3", "mlp", "mtp", "peagle"):
-        own: Any = method.find(name)
-        one_line(lambda own=own: own.init_checkpoint(target, {}, Init()), *words)
+        method_class: Any = method.find(name)
+        one_line(lambda method_class=method_class: method_class.init_checkpoint(target, {}, Init()), *words)
     out = tmp_path / "states"
-    given = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
+    config = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}
     one_line(
-        lambda: method.build("extract_hidden_states", target, shared_storage_path=str(out), draft_model_config=given), *words
+        lambda: method.build("extract_hidden_states", target, shared_storage_path=str(out), draft_model_config=config), *words
     )
     assert not out.exists()
 
@@ -333,8 +335,8 @@ def test_layers_under_other_names_make_a_draft_model(name: str, tmp_path: Path) 
     more = {"ffn_dim": 128, "word_embed_proj_dim": 64} if name == "opt" else {}
     make(Case(name, {**NO_WIDTH, **more}), tmp_path / "target")
     target = CausalLM(tmp_path / "target", "float32", "cpu")
-    own = method.find("draft_model")
-    drafter: Any = own(target, own.init_checkpoint(target, {"num_hidden_layers": 1}, None), 2)  # type: ignore[attr-defined, call-arg]
+    method_class = method.find("draft_model")
+    drafter: Any = method_class(target, method_class.init_checkpoint(target, {"num_hidden_layers": 1}, None), 2)  # type: ignore[attr-defined, call-arg]
     drafter.for_training(drafter.objective, drafter.init_type())
     drafter.loss(OnlineFeatures(target, [])([Sample("a", np.arange(20), np.ones(20, dtype=bool))]))[0].backward()
     (tmp_path / "draft").mkdir()

@@ -53,7 +53,6 @@ from support.training import (
     WORKER,
     Trained,
     conversations,
-    learner,
     online,
     same,
     same_rows,
@@ -61,6 +60,7 @@ from support.training import (
     state_of,
     stop_at,
     train,
+    trainable,
 )
 
 KINDS = ["eagle", "eagle3"]
@@ -79,12 +79,12 @@ class Watched:
     seen: list[list[str]] = field(default_factory=list)
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        self.seen.append([own.id for own in samples])
+        self.seen.append([entry.id for entry in samples])
         batch = self.inner(samples)
-        for place, own in enumerate(samples):
-            if self.spoilt(own.id):
+        for place, entry in enumerate(samples):
+            if self.spoilt(entry.id):
                 first = int(batch.length_B[:place].sum())
-                batch.hidden_NTD[first : first + len(own.token_n)] = math.nan
+                batch.hidden_NTD[first : first + len(entry.token_n)] = math.nan
         return batch
 
 
@@ -103,31 +103,31 @@ def step_dir(out_dir: Path, step: int) -> Path:
 def test_micro_batches_and_their_order_do_not_matter(kind: str, tmp_path: Path) -> None:
     """Accumulated over 1, 2 or 8 samples at a time, or over the samples in another order, a step is the same step."""
     how = {"max_steps": 3, "global_batch_size": 8, "lr": 1e-4}
-    whole = train(tmp_path / "8", kind, micro_batch_size=8, **how)
+    at_once = train(tmp_path / "8", kind, micro_batch_size=8, **how)
     for size in (1, 2):
         parts = train(tmp_path / str(size), kind, micro_batch_size=size, **how)
-        same(parts.weights, whole.weights)
-        same_rows(parts.rows, whole.rows)
+        same(parts.weights, at_once.weights)
+        same_rows(parts.rows, at_once.rows)
 
     def reversed_source(micro: Sequence[Sample]) -> Batch:
         return online(kind)(micro[::-1])
 
     turned = train(tmp_path / "turned", kind, micro_batch_size=8, source=reversed_source, **how)
-    same(turned.weights, whole.weights)
-    same_rows(turned.rows, whole.rows)
+    same(turned.weights, at_once.weights)
+    same_rows(turned.rows, at_once.rows)
 
 
 @BOTH
 def test_the_loss_is_the_mean_over_tokens_or_over_samples(kind: str, tmp_path: Path) -> None:
     objective = {"feature_noise": 0.0} if kind == "eagle" else {}
     how: dict[str, Any] = {"max_steps": 1, "global_batch_size": 5}
-    drafter = learner(kind, **objective)
+    drafter = trainable(kind, **objective)
     picked = [SAMPLES[i] for i in batch_indices(0, len(SAMPLES), 5, 0)]
-    losses = [drafter.loss(online(kind)([own]))[0].item() for own in picked]
-    counts = [int(own.mask_n[2:].sum()) for own in picked]
+    losses = [drafter.loss(online(kind)([entry]))[0].item() for entry in picked]
+    counts = [int(entry.mask_n[2:].sum()) for entry in picked]
     assert len(set(counts)) > 1
-    tokens = train(tmp_path / "tokens", drafter=learner(kind, **objective), kind=kind, **how)
-    samples = train(tmp_path / "samples", drafter=learner(kind, **objective), kind=kind, loss_normalization="samples", **how)
+    tokens = train(tmp_path / "tokens", drafter=trainable(kind, **objective), kind=kind, **how)
+    samples = train(tmp_path / "samples", drafter=trainable(kind, **objective), kind=kind, loss_normalization="samples", **how)
     assert tokens.rows[0]["loss"] == pytest.approx(sum(losses) / sum(counts), rel=1e-5)
     assert samples.rows[0]["loss"] == pytest.approx(np.mean(np.divide(losses, counts)), rel=1e-5)
     assert tokens.rows[0]["loss"] != pytest.approx(samples.rows[0]["loss"], rel=1e-4)
@@ -142,7 +142,7 @@ def test_an_epoch_sees_every_sample_once(tmp_path: Path) -> None:
     assert [len(micro) for micro in source.seen] == [3, 3, 1] * 4
     by_step = [[name for micro in source.seen[3 * i : 3 * i + 3] for name in micro] for i in range(4)]
     for epoch in (by_step[:2], by_step[2:]):
-        assert sorted(name for step in epoch for name in step) == sorted(own.id for own in SAMPLES)
+        assert sorted(name for step in epoch for name in step) == sorted(entry.id for entry in SAMPLES)
     assert by_step[:2] != by_step[2:], "every epoch has an order of its own"
     assert [row["epoch"] for row in done.rows] == [0.5, 1.0, 1.5, 2.0]
     for step, ids in enumerate(by_step):
@@ -155,7 +155,7 @@ def test_noise_is_another_in_every_step_and_run(tmp_path: Path) -> None:
     losses: dict[tuple[float, int], list[float]] = {}
     for noise, seed in ((0.0, 0), (0.2, 0), (0.2, 1)):
         out_dir = tmp_path / f"{noise}-{seed}"
-        drafter = learner("eagle", feature_noise=noise)
+        drafter = trainable("eagle", feature_noise=noise)
         done = train(out_dir, "eagle", drafter=drafter, more={"seed": seed}, **how)
         losses[noise, seed] = [row["loss"] for row in done.rows]
     assert losses[0.0, 0][0] == pytest.approx(losses[0.0, 0][1], rel=1e-5)
@@ -178,8 +178,8 @@ def by_formula(step: int, kind: str, warmup: int, total: int, lr: float, floor: 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_learning_rates(kind: Any, floor: float) -> None:
     for warmup_ratio, total in ((0.0, 10), (0.2, 10), (0.03, 100), (1.0, 5)):
-        own = Settings(max_steps=total, lr=2e-3, lr_scheduler=kind, warmup_ratio=warmup_ratio, min_lr_ratio=floor)
-        rates = [own.lr_at(step, total) for step in range(total)]
+        settings = Settings(max_steps=total, lr=2e-3, lr_scheduler=kind, warmup_ratio=warmup_ratio, min_lr_ratio=floor)
+        rates = [settings.lr_at(step, total) for step in range(total)]
         warmup = round(warmup_ratio * total)
         assert rates == pytest.approx([by_formula(step, kind, warmup, total, 2e-3, floor) for step in range(total)])
         assert max(rates) <= 2e-3 * (1 + 1e-12)
@@ -188,7 +188,7 @@ def test_learning_rates(kind: Any, floor: float) -> None:
 
 def test_a_row_has_the_rate_that_was_applied(tmp_path: Path) -> None:
     """By the first step of Adam, which moves a weight by the learning rate where its gradient is not tiny."""
-    begin = learner().state_dict()
+    begin = trainable().state_dict()
     done = train(tmp_path, max_steps=10, lr=1e-2, warmup_ratio=0.4, min_lr_ratio=0.5)
     rates = [by_formula(step, "cosine", 4, 10, 1e-2, 0.5) for step in range(10)]
     assert [row["lr"] for row in done.rows] == pytest.approx(rates)
@@ -228,11 +228,11 @@ def test_a_head_of_the_target_comes_with_its_norm(vocab_ids: np.ndarray | None, 
     target = CausalLM("tiny", "float32", "cpu")
     kind: Any = method.find("eagle3")
     target.final_norm.load_state_dict({"weight": torch.linspace(0.5, 3.0, target.hidden_size)})
-    made = kind.init_checkpoint(target, {}, Init(train_lm_head=trained), vocab_ids)
-    assert made.config["own_lm_head"] == (trained or vocab_ids is not None)
-    torch.testing.assert_close(made.tensors["norm.weight"], 0.25 * torch.linspace(0.5, 3.0, target.hidden_size))
-    made = kind.init_checkpoint(target, {}, Init(lm_head="random"), vocab_ids)
-    assert (made.tensors["norm.weight"] == 1).all()
+    checkpoint = kind.init_checkpoint(target, {}, Init(train_lm_head=trained), vocab_ids)
+    assert checkpoint.config["own_lm_head"] == (trained or vocab_ids is not None)
+    torch.testing.assert_close(checkpoint.tensors["norm.weight"], 0.25 * torch.linspace(0.5, 3.0, target.hidden_size))
+    checkpoint = kind.init_checkpoint(target, {}, Init(lm_head="random"), vocab_ids)
+    assert (checkpoint.tensors["norm.weight"] == 1).all()
 
 
 # -------------------------------------------------------------------------------------------- what is measured
@@ -255,16 +255,16 @@ def by_hand(drafter: Any, samples: Sequence[Sample]) -> dict[str, list[float]]:
     for row, k in hit:  # supervised exactly where the target generated token row + 2 + k of the same document
         assert batch.mask_N[row + 2 + k]
         assert first_N[row] == first_N[row + 2 + k]
-    found: dict[str, list[float]] = {"accuracy": [], "joint_accuracy": [], "conditional_accuracy": []}
+    accuracies: dict[str, list[float]] = {"accuracy": [], "joint_accuracy": [], "conditional_accuracy": []}
     for k in range(steps):
         rows = [row for row, step in hit if step == k]
         chains = [row for row in rows if all((row, earlier) in hit for earlier in range(k))]
         reached = [row for row in chains if all(hit[row, earlier] for earlier in range(k))]
         joint = sum(hit[row, k] for row in reached)
-        found["accuracy"].append(sum(hit[row, k] for row in rows) / len(rows))
-        found["joint_accuracy"].append(joint / len(chains))
-        found["conditional_accuracy"].append(joint / len(reached) if reached else 0.0)
-    return found
+        accuracies["accuracy"].append(sum(hit[row, k] for row in rows) / len(rows))
+        accuracies["joint_accuracy"].append(joint / len(chains))
+        accuracies["conditional_accuracy"].append(joint / len(reached) if reached else 0.0)
+    return accuracies
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def fitted() -> Any:
     """A drafter that has learnt the training samples well enough to be right now and then."""
     import tempfile
 
-    drafter = learner()
+    drafter = trainable()
     with tempfile.TemporaryDirectory() as out_dir:
         train(Path(out_dir), drafter=drafter, samples=SAMPLES[:6], max_steps=60, lr=3e-3, log_every=50, lr_scheduler="constant")
     return drafter
@@ -292,7 +292,7 @@ def test_accuracies_are_those_counted_by_hand(fitted: Any, tmp_path: Path) -> No
         assert row["joint_accuracy"][k] <= row["accuracy"][k] + 1e-9
         assert 0 <= row["one_minus_tv"][k] <= 1
     weighed = [row["step_loss"][k] * 0.8**k for k in range(3)]
-    rows_of_step = [sum(int(own.mask_n[2 + k :].sum()) for own in samples) for k in range(3)]
+    rows_of_step = [sum(int(entry.mask_n[2 + k :].sum()) for entry in samples) for k in range(3)]
     assert row["loss"] == pytest.approx(sum(np.multiply(weighed, rows_of_step)) / rows_of_step[0], rel=1e-5)
 
 
@@ -308,7 +308,7 @@ def test_the_validation_loss_is_that_of_all_steps(fitted: Any, tmp_path: Path) -
         values.append(done.rows[0])
     fitted.objective = fitted.objective.model_copy(update={"ttt_warmup": 0.0})
     loss, _ = fitted.loss(online("eagle3")(held_out))
-    count = sum(int(own.mask_n[2:].sum()) for own in held_out)
+    count = sum(int(entry.mask_n[2:].sum()) for entry in held_out)
     for row in values:
         assert row["val_loss"] == pytest.approx(loss.item() / count, rel=1e-4)
         assert row["val_joint_accuracy"] == pytest.approx(by_hand(fitted, held_out)["joint_accuracy"])
@@ -317,10 +317,10 @@ def test_the_validation_loss_is_that_of_all_steps(fitted: Any, tmp_path: Path) -
 
 
 def test_warmup_unrolls_one_step_before_its_share_only(tmp_path: Path) -> None:
-    done = train(tmp_path, drafter=learner(ttt_warmup=0.5), max_steps=8)
+    done = train(tmp_path, drafter=trainable(ttt_warmup=0.5), max_steps=8)
     assert [len(row["accuracy"]) for row in done.rows] == [1] * 4 + [3] * 4
     assert [len(row["joint_accuracy"]) for row in done.rows] == [1] * 4 + [3] * 4
-    pooled = train(tmp_path / "pooled", drafter=learner(ttt_warmup=0.5), max_steps=8, log_every=8)
+    pooled = train(tmp_path / "pooled", drafter=trainable(ttt_warmup=0.5), max_steps=8, log_every=8)
     late = [row["accuracy"][2] for row in done.rows[4:]]
     assert min(late) - 1e-9 <= pooled.rows[0]["accuracy"][2] <= max(late) + 1e-9, "of the steps that had a third"
 
@@ -332,9 +332,11 @@ def test_a_row_is_the_steps_since_the_row_before(tmp_path: Path) -> None:
     first = 0
     for row in coarse.rows:
         part = fine.rows[first : row["step"]]
-        tokens = [own["supervised_tokens"] for own in part]
+        tokens = [metrics["supervised_tokens"] for metrics in part]
         assert row["supervised_tokens"] == sum(tokens)
-        assert row["loss"] == pytest.approx(sum(np.multiply([own["loss"] for own in part], tokens)) / sum(tokens), rel=1e-5)
+        assert row["loss"] == pytest.approx(
+            sum(np.multiply([metrics["loss"] for metrics in part], tokens)) / sum(tokens), rel=1e-5
+        )
         first = row["step"]
 
 
@@ -356,8 +358,8 @@ def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
     assert {float(value) for key, value in after.items() if key.startswith("step:")} == {1.0}
     assert {float(value) for key, value in later.items() if key.startswith("step:")} == {2.0}
     assert all(bool(value.isfinite().all()) for value in later.values())
-    whole = train(tmp_path / "whole", source=Watched(online("eagle3"), lambda name: name == bad), max_steps=3, log_every=3)
-    (row,) = whole.rows
+    with_nan = train(tmp_path / "whole", source=Watched(online("eagle3"), lambda name: name == bad), max_steps=3, log_every=3)
+    (row,) = with_nan.rows
     losses, tokens = [[done.rows[i][key] for i in (0, 2)] for key in ("loss", "supervised_tokens")]
     assert row["loss"] == pytest.approx(sum(np.multiply(losses, tokens)) / sum(tokens), rel=1e-5)
     assert row["supervised_tokens"] == sum(tokens)
@@ -415,18 +417,18 @@ def test_stopped_and_resumed_equals_straight(kind: str, number: int, tmp_path: P
     objective = {"feature_noise": 0.2} if kind == "eagle" else {"ttt_warmup": 0.7}
     how: dict[str, Any] = {"max_steps": 20, "held_out": HELD_OUT, "eval_every": 4, "save_every": 7, "warmup_ratio": 0.2}
     value = {4: 1.1, 8: 1.5, 12: 1.2, 16: 1.3, 20: 1.4}
-    made: list[int] = []
+    steps: list[int] = []
 
     def evaluate(checkpoint: Checkpoint) -> dict[str, Any]:
-        made.append(4 * (len(made) + 1))
-        return {"mean_acceptance_length": value[made[-1]]}
+        steps.append(4 * (len(steps) + 1))
+        return {"mean_acceptance_length": value[steps[-1]]}
 
-    straight = train(tmp_path / "straight", kind, drafter=learner(kind, **objective), more={"evaluate": evaluate}, **how)
+    straight = train(tmp_path / "straight", kind, drafter=trainable(kind, **objective), more={"evaluate": evaluate}, **how)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    made.clear()
+    steps.clear()
     out_dir = tmp_path / "parts"
     more = {"evaluate": evaluate, "advance": stop_at(10, number)}
-    first = train(out_dir, kind, drafter=learner(kind, **objective), more=more, **how)
+    first = train(out_dir, kind, drafter=trainable(kind, **objective), more=more, **how)
     assert first.result["interrupted"]
     assert (first.result["step"], first.result["num_steps"]) == (10, 20)
     assert Path(first.result["last"]) == step_dir(out_dir, 10)
@@ -437,7 +439,7 @@ def test_stopped_and_resumed_equals_straight(kind: str, number: int, tmp_path: P
 
     advanced: list[int] = []
     more = {"evaluate": evaluate, "advance": advanced.append, "resume": True}
-    second = train(out_dir, kind, drafter=learner(kind, **objective), more=more, **how)
+    second = train(out_dir, kind, drafter=trainable(kind, **objective), more=more, **how)
     assert advanced == [10] + [1] * 10
     assert not second.result["interrupted"]
     assert second.result["best"] == straight.result["best"] == {"step": 8, "mean_acceptance_length": 1.5}
@@ -496,7 +498,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- which checkpoints stay
 
 
-def told(values: dict[int, float]) -> Callable[[Path], dict[str, Any]]:
+def scripted_values(values: dict[int, float]) -> Callable[[Path], dict[str, Any]]:
     """For `evaluate`: the value of the checkpoint's step."""
     return lambda checkpoint: {"mean_acceptance_length": values[int(checkpoint.name.removeprefix("step-"))]}
 
@@ -504,7 +506,7 @@ def told(values: dict[int, float]) -> Callable[[Path], dict[str, Any]]:
 def test_the_best_is_what_was_measured(tmp_path: Path) -> None:
     """Not what the loss says; the last few and the best are kept, and rows say what was measured where it was."""
     values = {2: 1.2, 4: 1.9, 6: 1.4, 8: 1.9, 10: 1.3}
-    done = train(tmp_path, max_steps=10, eval_every=2, save_every=3, keep=2, more={"evaluate": told(values)})
+    done = train(tmp_path, max_steps=10, eval_every=2, save_every=3, keep=2, more={"evaluate": scripted_values(values)})
     assert done.result["best"] == {"step": 4, "mean_acceptance_length": 1.9}, "of equals, the first"
     assert (tmp_path / "best").resolve() == step_dir(tmp_path, 4).resolve()
     assert (tmp_path / "last").resolve() == step_dir(tmp_path, 10).resolve()
@@ -517,10 +519,10 @@ def test_the_best_is_what_was_measured(tmp_path: Path) -> None:
 
 def test_the_best_is_remembered_when_resumed(tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_steps": 8, "eval_every": 2, "keep": 1}
-    more = {"evaluate": told({2: 1.8, 4: 1.2}), "advance": stop_at(5, signal.SIGTERM)}
+    more = {"evaluate": scripted_values({2: 1.8, 4: 1.2}), "advance": stop_at(5, signal.SIGTERM)}
     first = train(tmp_path, more=more, **how)
     assert (first.result["best"]["step"], steps_in(tmp_path)) == (2, [2, 5])
-    second = train(tmp_path, more={"evaluate": told({6: 1.7, 8: 1.6}), "resume": True}, **how)
+    second = train(tmp_path, more={"evaluate": scripted_values({6: 1.7, 8: 1.6}), "resume": True}, **how)
     assert second.result["best"] == {"step": 2, "mean_acceptance_length": 1.8}
     assert (tmp_path / "best").resolve() == step_dir(tmp_path, 2).resolve()
     assert steps_in(tmp_path) == [2, 8]
@@ -529,10 +531,10 @@ def test_the_best_is_remembered_when_resumed(tmp_path: Path) -> None:
 def test_a_best_checkpoint_that_was_removed_is_measured_anew(tmp_path: Path) -> None:
     """Somebody made room: the run goes on, and the best is that of what is there."""
     how: dict[str, Any] = {"max_steps": 8, "eval_every": 2, "keep": 1}
-    more = {"evaluate": told({2: 1.8, 4: 1.2}), "advance": stop_at(5, signal.SIGTERM)}
+    more = {"evaluate": scripted_values({2: 1.8, 4: 1.2}), "advance": stop_at(5, signal.SIGTERM)}
     assert train(tmp_path, more=more, **how).result["best"]["step"] == 2
     shutil.rmtree(step_dir(tmp_path, 2))
-    second = train(tmp_path, more={"evaluate": told({6: 1.3, 8: 1.4}), "resume": True}, **how)
+    second = train(tmp_path, more={"evaluate": scripted_values({6: 1.3, 8: 1.4}), "resume": True}, **how)
     assert second.result["best"] == {"step": 8, "mean_acceptance_length": 1.4}
     assert (tmp_path / "best").resolve() == step_dir(tmp_path, 8).resolve()
     assert native.find(tmp_path) == tmp_path / "best"
@@ -546,14 +548,14 @@ def test_a_best_checkpoint_that_was_removed_is_measured_anew(tmp_path: Path) -> 
 def test_a_best_checkpoint_that_was_removed_before_the_end(tmp_path: Path) -> None:
     """Nothing is measured any more: there is no best, and the last one is decoded with."""
     how: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "keep": 1}
-    train(tmp_path, more={"evaluate": told({2: 1.8}), "advance": stop_at(3, signal.SIGTERM)}, **how)
+    train(tmp_path, more={"evaluate": scripted_values({2: 1.8}), "advance": stop_at(3, signal.SIGTERM)}, **how)
     shutil.rmtree(step_dir(tmp_path, 2))
     done = train(tmp_path, more={"resume": True}, **how)
     assert done.result["best"] is None
     assert native.find(tmp_path) == tmp_path / "last"
 
 
-def test_other_names_among_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
+def test_other_names_beside_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
     """A copy that somebody made is neither resumed nor removed."""
     straight = train(tmp_path / "straight", max_steps=4)
     out_dir = tmp_path / "run"
@@ -582,13 +584,13 @@ def kill_at(patch: pytest.MonkeyPatch, place: int) -> list[str]:
     def counted(owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
-        def operation(*given: Any, **more: Any) -> Any:
+        def operation(*args: Any, **more: Any) -> Any:
             done.append(name)
             if len(done) == place:
                 if name == "save_file":
-                    Path(given[1]).write_bytes(b"half a file")
+                    Path(args[1]).write_bytes(b"half a file")
                 raise KilledHere
-            return original(*given, **more)
+            return original(*args, **more)
 
         patch.setattr(owner, name, operation)
 
@@ -612,7 +614,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     logged: dict[int, dict[str, Any]] = {}
 
     def go(out_dir: Path, place: int, resume: bool = False) -> tuple[Trained | None, list[str]]:
-        more = {"evaluate": told(values), "resume": resume}
+        more = {"evaluate": scripted_values(values), "resume": resume}
         with pytest.MonkeyPatch.context() as patch:
             operations = kill_at(patch, place)
             try:
@@ -655,7 +657,7 @@ VALUES = {2: 1.9, 4: 1.2, 6: 1.5, 8: 1.4}
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("straight"), more={"evaluate": told(VALUES)}, **EVALUATIONS)
+    return train(tmp_path_factory.mktemp("straight"), more={"evaluate": scripted_values(VALUES)}, **EVALUATIONS)
 
 
 def as_if_never_stopped(done: Trained, rows: list[dict[str, Any]], straight: Trained) -> None:
@@ -680,7 +682,7 @@ def test_killed_while_evaluating_and_again_while_that_is_made_good(straight: Tra
         with pytest.raises(KilledHere):
             train(tmp_path, more={"evaluate": killed, "resume": resume}, log=rows.append, **EVALUATIONS)
         assert (rows, steps_in(tmp_path)) == ([], [2])
-    done = train(tmp_path, more={"evaluate": told(VALUES), "resume": True}, log=rows.append, **EVALUATIONS)
+    done = train(tmp_path, more={"evaluate": scripted_values(VALUES), "resume": True}, log=rows.append, **EVALUATIONS)
     assert [row["step"] for row in rows] == [2, 3, 4, 6, 8], "every row once"
     as_if_never_stopped(done, rows, straight)
 
@@ -692,7 +694,7 @@ def test_killed_before_its_row_is_written(straight: Trained, tmp_path: Path) -> 
 
     def evaluate(checkpoint: Path) -> dict[str, Any]:
         evaluated.append(checkpoint.name)
-        return told(VALUES)(checkpoint)
+        return scripted_values(VALUES)(checkpoint)
 
     def killed(row: dict[str, Any]) -> None:
         if row["step"] == 2 and len(evaluated) == 1:
@@ -710,11 +712,11 @@ def test_stopped_at_any_step_and_resumed_is_never_stopped(step: int, straight: T
     """Where an evaluation is due (2, 8) it is made good; where no row is due (1, 5) there is none, and the next one counts all
     steps since the row before."""
     rows: list[dict[str, Any]] = []
-    more = {"evaluate": told(VALUES), "advance": stop_at(step, signal.SIGINT)}
+    more = {"evaluate": scripted_values(VALUES), "advance": stop_at(step, signal.SIGINT)}
     first = train(tmp_path, more=more, log=rows.append, **EVALUATIONS)
     assert (first.result["step"], first.result["interrupted"], first.result["stopped_by"]) == (step, True, signal.SIGINT)
     assert [row["step"] for row in rows] == {1: [], 2: [], 3: [2, 3], 5: [2, 3, 4], 8: [2, 3, 4, 6]}[step]
-    done = train(tmp_path, more={"evaluate": told(VALUES), "resume": True}, log=rows.append, **EVALUATIONS)
+    done = train(tmp_path, more={"evaluate": scripted_values(VALUES), "resume": True}, log=rows.append, **EVALUATIONS)
     as_if_never_stopped(done, rows, straight)
 
 
@@ -843,9 +845,9 @@ def test_rows_and_summary(trained: Fitted) -> None:
     assert summary["best"]["mean_acceptance_length"] == max(measured.values()) == measured[summary["best"]["step"]]
     assert (out_dir / "best").resolve().name == f"step-{summary['best']['step']:08d}"
     assert summary["target"] == "tiny-llama"
-    made_by = json.loads((out_dir / "best" / "provenance.json").read_text())
-    assert made_by["identity"]["data"] == summary["data"]
-    assert made_by["command"][0] == "eagle.py"
+    provenance = json.loads((out_dir / "best" / "provenance.json").read_text())
+    assert provenance["identity"]["data"] == summary["data"]
+    assert provenance["command"][0] == "eagle.py"
 
 
 def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) -> None:
@@ -856,10 +858,10 @@ def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) 
     path = next(word for word in arguments if word.startswith("data.path=")).partition("=")[2]
     read = data.load(path, target.tokenizer, target.vocab_size, 2048, None, "train")
     prompts = prompts_of(split_validation(read.samples, 4)[1], 2)
-    for prompt, own in zip(prompts, split_validation(read.samples, 4)[1], strict=False):
-        assert prompt == own.token_n[: len(prompt)].tolist()
-        assert own.mask_n[len(prompt)]
-        assert not own.mask_n[: len(prompt)].any()
+    for prompt, entry in zip(prompts, split_validation(read.samples, 4)[1], strict=False):
+        assert prompt == entry.token_n[: len(prompt)].tolist()
+        assert entry.mask_n[len(prompt)]
+        assert not entry.mask_n[: len(prompt)].any()
     checkpoint = native.load(step_dir(out_dir, 20))
     proposer: Any = method.build("eagle3", target, model=checkpoint, num_speculative_tokens=3)
     engine = Engine(target, proposer, rejection.build("standard"), 8)
@@ -867,9 +869,9 @@ def test_acceptance_is_that_of_an_engine(trained: Fitted, arguments: list[str]) 
     done = engine.run([Request(f"r{i}", ids, params) for i, ids in enumerate(prompts)])
     pooled = stats.pool([request.stats for request in done])
     proposer = method.build("eagle3", target, model=checkpoint, num_speculative_tokens=3)
-    found = acceptance(target, proposer, rejection.build("standard"), prompts, 8)
-    assert {"mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position"} <= set(found)
-    for key, value in found.items():
+    measured = acceptance(target, proposer, rejection.build("standard"), prompts, 8)
+    assert {"mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position"} <= set(measured)
+    for key, value in measured.items():
         assert value == pooled[key]
         assert rows[-1][key] == pytest.approx(value)
 
@@ -902,7 +904,7 @@ def test_a_sweep_has_a_directory_per_job(arguments: list[str], cli: Cli, tmp_pat
 
 def test_mistakes_are_one_line(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """And nothing is written."""
-    silent = conversations(tmp_path / "silent.jsonl", 4, answers=False)
+    unanswered = conversations(tmp_path / "silent.jsonl", 4, answers=False)
     out_dir = tmp_path / "run"
     before = contents(tmp_path)
     cases: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
@@ -911,7 +913,7 @@ def test_mistakes_are_one_line(arguments: list[str], cli: Cli, tmp_path: Path) -
         (("method=ngram", "train=eagle3"), ("method=ngram", "nothing to train", "eagle3")),
         (("train.drafter.draft_vocab_size=400",), ("400", "320")),
         (("train.drafter.eagle_aux_hidden_state_layer_ids=[1,9]",), ("9", "0..4")),
-        ((f"data.path={silent}",), ("silent.jsonl", "assistant")),
+        ((f"data.path={unanswered}",), ("silent.jsonl", "assistant")),
         (("data.path=/nowhere/none.jsonl",), ("/nowhere/none.jsonl",)),
         (("resume=true",), ("resume=true", "holds no run")),
         (("data.held_out=24",), ("data.held_out=24", "24 samples")),
@@ -956,8 +958,8 @@ def test_mistakes_are_found_before_a_directory_is_taken(arguments: list[str], cl
 def test_keys_that_hold_a_mapping(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     """Written as the message about them says."""
     few = (*arguments, "train.max_steps=1", *EAGLE3)
-    given = ("train.drafter.geometry={intermediate_size: 96}", "data.template_kwargs={enable_thinking: false}")
-    done = cli(*few, *given, f"out_dir={tmp_path / 'run'}")
+    overrides = ("train.drafter.geometry={intermediate_size: 96}", "data.template_kwargs={enable_thinking: false}")
+    done = cli(*few, *overrides, f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     assert native.load(tmp_path / "run").config["geometry"]["intermediate_size"] == 96
     for value, words in (
@@ -1016,9 +1018,9 @@ def test_a_mistake_is_an_exit_code(arguments: list[str], tmp_path: Path) -> None
 
 def test_losses_that_are_not_finite_end_the_script(arguments: list[str], cli: Cli, tmp_path: Path) -> None:
     error = cli(*arguments, *EAGLE3, "train.lr=1e30", "train.warmup_ratio=0", f"out_dir={tmp_path / 'run'}").err
-    said = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1
-    assert "not finite in 3 steps in a row" in said[0]
+    messages = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(messages) == 1
+    assert "not finite in 3 steps in a row" in messages[0]
     assert "Traceback" not in error
     assert [row["loss"] is None for row in rows_of(tmp_path / "run" / "metrics.jsonl")] == [False, True, True]
 
@@ -1148,12 +1150,12 @@ def test_an_interrupted_script_says_how_to_go_on(
     with monkeypatch.context() as patch:
         stop = stop_at(10, number)
 
-        def stopping(*given: Any, advance: Callable[[int], None], **more: Any) -> dict[str, Any]:
+        def stopping(*args: Any, advance: Callable[[int], None], **more: Any) -> dict[str, Any]:
             def both(count: int) -> None:
                 advance(count)
                 stop(count)
 
-            return fit(*given, advance=both, **more)
+            return fit(*args, advance=both, **more)
 
         patch.setattr(loop, "fit", stopping)
         done = cli(*arguments, *EAGLE3, f"out_dir={out_dir}")
@@ -1242,12 +1244,12 @@ def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, 
 
     exits = [line.partition(": ")[::2] for line in done.out.splitlines() if line.startswith("rank ")]
     assert sorted(name for name, code in exits if code == "143") == [f"rank {r}, job {j}" for r in (0, 1) for j in (2, 3)]
-    said = [code for _, code in exits if code != "143"]
-    assert len(said) == 2, done.out
-    assert len(set(said)) == 1
-    assert said[0].startswith("error: ")
-    assert "train.global_batch_size=3" in said[0]
-    assert "multiple of 2" in said[0]
+    exit_codes = [code for _, code in exits if code != "143"]
+    assert len(exit_codes) == 2, done.out
+    assert len(set(exit_codes)) == 1
+    assert exit_codes[0].startswith("error: ")
+    assert "train.global_batch_size=3" in exit_codes[0]
+    assert "multiple of 2" in exit_codes[0]
     assert not (tmp_path / "refused").exists(), "a mistake takes no directory"
 
 
@@ -1295,20 +1297,20 @@ def test_wandb_offline_holds_the_metrics(
     assert list((tmp_path / "cwd").iterdir()) == []
     (path,) = out_dir.glob("wandb/offline-run-*/*.wandb")
     history: list[dict[str, Any]] = []
-    for found in offline_records(path):
+    for offline_record in offline_records(path):
         record = wandb_internal_pb2.Record()
-        record.ParseFromString(found)
+        record.ParseFromString(offline_record)
         if record.WhichOneof("record_type") == "history":
             history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
     rows = rows_of(out_dir / "metrics.jsonl")
-    by_step = {int(own["_step"]): own for own in history if "loss" in own}
+    by_step = {int(metrics["_step"]): metrics for metrics in history if "loss" in metrics}
     assert sorted(by_step) == [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
-        own = {key: json.loads(value) for key, value in by_step[row["step"]].items()}
+        metrics = {key: json.loads(value) for key, value in by_step[row["step"]].items()}
         for key in ("loss", "lr", "grad_norm", "tokens_per_s"):
-            assert own[key] == pytest.approx(row[key], rel=1e-6), key
+            assert metrics[key] == pytest.approx(row[key], rel=1e-6), key
         for key in ("accuracy", "one_minus_tv"):
-            assert own[f"{key}/1"] == pytest.approx(row[key][0], rel=1e-6)
+            assert metrics[f"{key}/1"] == pytest.approx(row[key][0], rel=1e-6)
     last = {key: json.loads(value) for key, value in by_step[4].items()}
     assert last["mean_acceptance_length"] == pytest.approx(rows[-1]["mean_acceptance_length"])
     assert last["acceptance_rate_per_position/1"] == pytest.approx(rows[-1]["acceptance_rate_per_position"][0])
@@ -1342,7 +1344,7 @@ def test_checkpoints_that_do_not_fit(trained: Fitted, tmp_path: Path) -> None:
 
 
 def test_what_nobody_asked_for_is_none_in_the_metrics() -> None:
-    """Training on the data's tokens alone makes no law of the target: NaN is no JSON."""
+    """Training on the data's tokens alone makes no distribution of the target: NaN is no JSON."""
     row = LossSums.from_table(torch.tensor([[2.0, 1.0, float("nan"), 4.0, 1.0, 4.0, 4.0]])).metrics()
     assert row["one_minus_tv"] == [None]
     assert (row["step_loss"], row["accuracy"]) == ([0.5], [0.25])

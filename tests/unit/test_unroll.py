@@ -90,7 +90,7 @@ class Case:
     """Random input of an unrolled step: `num_own` steps after the first."""
 
     def __init__(
-        self, lengths: list[int], share: float, num_own: int, heads: tuple[int, int], width: int = 8, seed: int = 0,
+        self, lengths: list[int], share: float, num_step_keys: int, heads: tuple[int, int], width: int = 8, seed: int = 0,
         rows: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
@@ -100,43 +100,43 @@ class Case:
         self.first_N = np.repeat(np.cumsum(lengths) - lengths, lengths)
         self.rows = np.flatnonzero(rng.random(num_tokens) < share) if rows is None else rows
         self.scaling = width**-0.5
-        self.num_own = num_own
+        self.num_step_keys = num_step_keys
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, width, generator=noise, dtype=torch.float64)
 
-        own = [draw(len(self.rows), groups) for _ in range(2 * num_own)]
+        step_inputs = [draw(len(self.rows), groups) for _ in range(2 * num_step_keys)]
         # wide queries and keys, so that the weights are far from even
-        self.inputs = [3 * draw(len(self.rows), num_heads), draw(num_tokens, groups), draw(num_tokens, groups), *own]
+        self.inputs = [3 * draw(len(self.rows), num_heads), draw(num_tokens, groups), draw(num_tokens, groups), *step_inputs]
         self.upstream = draw(len(self.rows), num_heads)
 
     def run(self, function: Any, dtype: torch.dtype, inputs: list[Tensor] | None = None) -> list[Tensor]:
         """The value and the gradients of all inputs."""
-        given = [x.to(dtype, copy=True).requires_grad_() for x in inputs or self.inputs]
-        own_key = given[3 : 3 + self.num_own]
-        own_value = given[3 + self.num_own :]
-        out = function(*given[:3], own_key, own_value, self.rows, self.first_N, self.scaling)
+        inputs_in_dtype = [x.to(dtype, copy=True).requires_grad_() for x in inputs or self.inputs]
+        step_keys = inputs_in_dtype[3 : 3 + self.num_step_keys]
+        step_values = inputs_in_dtype[3 + self.num_step_keys :]
+        out = function(*inputs_in_dtype[:3], step_keys, step_values, self.rows, self.first_N, self.scaling)
         out.backward(self.upstream.to(dtype))
-        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs_in_dtype]
         return [out.detach(), *grads]
 
     def named(self) -> Iterator[str]:
-        own = [f"{what} of step {k + 1}" for what in ("own key", "own value") for k in range(self.num_own)]
-        yield from ("value", "query", "step-0 key", "step-0 value", *own)
+        step_names = [f"{what} of step {k + 1}" for what in ("own key", "own value") for k in range(self.num_step_keys)]
+        yield from ("value", "query", "step-0 key", "step-0 value", *step_names)
 
 
 def agree(case: Case) -> None:
     """The efficient attention in float32 is the readable one in float64."""
     exact = case.run(unroll.attention_reference, torch.float64)
-    for name, ours, theirs in zip(case.named(), case.run(unroll.attention, torch.float32), exact, strict=True):
-        scale = max(theirs.abs().max().item(), 1.0) if theirs.numel() else 1.0
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    for name, got, want in zip(case.named(), case.run(unroll.attention, torch.float32), exact, strict=True):
+        scale = max(want.abs().max().item(), 1.0) if want.numel() else 1.0
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("num_own", range(8))
-def test_attention_is_the_readable_one(num_own: int, heads: tuple[int, int]) -> None:
-    agree(Case([13, 1, 30, 2, 7], 0.6, num_own, heads, seed=num_own))
+@pytest.mark.parametrize("num_step_keys", range(8))
+def test_attention_is_the_readable_one(num_step_keys: int, heads: tuple[int, int]) -> None:
+    agree(Case([13, 1, 30, 2, 7], 0.6, num_step_keys, heads, seed=num_step_keys))
 
 
 def test_attention_of_more_rows_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +148,8 @@ def test_attention_of_more_rows_than_a_block(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("rows", [[0], [4], []])
 def test_attention_of_one_row_and_of_none(rows: list[int]) -> None:
     """Short documents leave the last steps of a batch without rows."""
-    for num_own in (0, 2):
-        agree(Case([6], 1.0, num_own, (4, 2), rows=np.array(rows, dtype=np.int64)))
+    for num_step_keys in (0, 2):
+        agree(Case([6], 1.0, num_step_keys, (4, 2), rows=np.array(rows, dtype=np.int64)))
 
 
 def test_scores_far_apart_make_no_nan() -> None:
@@ -167,9 +167,11 @@ def test_the_readable_attention_has_the_right_gradient() -> None:
     case = Case([4, 3], 0.8, 2, (2, 1), width=2)
     assert len(case.rows) > 2
 
-    def function(*given: Tensor) -> Tensor:
-        own = given[3:]
-        return unroll.attention_reference(*given[:3], list(own[:2]), list(own[2:]), case.rows, case.first_N, case.scaling)
+    def function(*tensors: Tensor) -> Tensor:
+        step_tensors = tensors[3:]
+        return unroll.attention_reference(
+            *tensors[:3], list(step_tensors[:2]), list(step_tensors[2:]), case.rows, case.first_N, case.scaling
+        )
 
     assert torch.autograd.gradcheck(function, [x.clone().requires_grad_() for x in case.inputs])
 

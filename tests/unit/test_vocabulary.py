@@ -1,7 +1,7 @@
-"""Draft models with another vocabulary: which tokens are the same, the exact vector, the law of what the engine puts out,
+"""Draft models with another vocabulary: which tokens are the same, the exact vector, the distribution of the engine's output,
 equality with plain decoding, and what is refused.
 
-Tokenizers are made on the spot. The tests can fail: laws that lose mass, or put it in other places, do not fit.
+Tokenizers are made on the spot. The tests can fail: distributions that lose mass, or put it in other places, do not fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import hub, method, rejection, sampling
 from specdec.core import Draft, Request
-from specdec.drafter.shared_vocab import BYTES, SharedVocab, Spelling, shared, spelling_of, token_bytes
+from specdec.drafter.shared_vocab import SharedVocab, intersect
+from specdec.drafter.token_bytes import BYTES, Spelling, ids_by_bytes, spelling_of
 from specdec.engine import Engine
 from specdec.measure import tasks
 from specdec.method.draft_model import DraftModel
@@ -31,7 +32,7 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
 from support.cli import call
-from support.distributions import completed_joint, emitted_law, fits, simulate, target_joint, tv, vectors
+from support.distributions import completed_joint, emitted_distribution, fits, simulate, target_joint, tv, vectors
 from support.methods import context, tiny_prompts
 from support.stretches import LONG, TABLE, decode, misfit
 from support.table import NUM_DRAFT, TableLM, scheme, schemes
@@ -87,8 +88,8 @@ def pairs(target: Any, draft: Any) -> dict[int, int]:
     """Target id -> draft id, whatever stands for the rest."""
     if draft.unk_token is None:
         draft.add_special_tokens({"unk_token": "<anything else>"})
-    found = shared(model_with(target), model_with(draft))
-    return dict(zip(found.target_I.tolist(), found.draft_I.tolist(), strict=True))
+    vocabulary = intersect(model_with(target), model_with(draft))
+    return dict(zip(vocabulary.target_I.tolist(), vocabulary.draft_I.tolist(), strict=True))
 
 
 # ------------------------------------------------------------------------------------------ what tokens mean
@@ -106,15 +107,15 @@ def test_the_characters_of_bytes_are_those_of_the_library() -> None:
 def test_byte_level_tokens_are_their_bytes() -> None:
     tokens = ["Ġthe", "the", "Ċ", "ĊĊ", "Ã©", "ł", "ĠĠ", "<0x0A>", "âĸģa", "▁a"]
     want = [b" the", b"the", b"\n", b"\n\n", "é".encode(), b"\xa0", b"  ", b"<0x0A>", "▁a".encode(), "▁a".encode()]
-    found = token_bytes(byte_level(tokens), len(tokens))
-    assert found == {text: i for i, text in enumerate(want) if i != 9}, "the last is the one before in another spelling"
+    decoded = ids_by_bytes(byte_level(tokens), len(tokens))
+    assert decoded == {text: i for i, text in enumerate(want) if i != 9}, "the last is the one before in another spelling"
 
 
 def test_sentencepiece_tokens_are_their_text() -> None:
     tokens = ["▁the", "the", "\n", "é", "<0xC3>", "<0x0A>", "▁", "▁▁", "Ċ", "Ġthe", "a▁b", "<0xZZ>", "<0x0a>x"]
     want = [b" the", b"the", b"\n", "é".encode(), b"\xc3", None, b" ", b"  ", "Ċ".encode(), "Ġthe".encode(), b"a b", b"<0xZZ>"]
-    found = token_bytes(sentencepiece(tokens), len(tokens))
-    assert found == {text: i for i, text in enumerate(want) if text is not None} | {b"<0x0a>x": 12}
+    decoded = ids_by_bytes(sentencepiece(tokens), len(tokens))
+    assert decoded == {text: i for i, text in enumerate(want) if text is not None} | {b"<0x0a>x": 12}
 
 
 def test_other_ways_to_say_it_in_a_tokenizers_json() -> None:
@@ -130,12 +131,12 @@ def test_other_ways_to_say_it_in_a_tokenizers_json() -> None:
             backend.decoder = decoder
         if splitter is not None:
             backend.pre_tokenizer = splitter
-        found = token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 3)
-        assert found == {b" a": 0, b"b": 1, b"<0x0A>": 2}, "without byte fallback <0x0A> is text"
+        decoded = ids_by_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 3)
+        assert decoded == {b" a": 0, b"b": 1, b"<0x0A>": 2}, "without byte fallback <0x0A> is text"
     backend = Tokenizer(models.BPE(vocab=numbered(["▁a", "<0x0A>"]), merges=[]))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
-    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 2) == {b" a": 0, b"\n": 1}
+    assert ids_by_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 2) == {b" a": 0, b"\n": 1}
     backend.decoder = None
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])
     assert spelling_of(PreTrainedTokenizerFast(tokenizer_object=backend)) == Spelling(byte_level=True)
@@ -174,40 +175,42 @@ class Slow:
     ids=["byte-level", "sentencepiece", "other", "alone", "unknown", "plain", "byte-tokens"],
 )
 def test_without_a_backend_a_probe_tells(tokens: list[str], a: str | None, want: dict[bytes, int]) -> None:
-    assert token_bytes(Slow(tokens, a), len(tokens)) == want
+    assert ids_by_bytes(Slow(tokens, a), len(tokens)) == want
 
 
 def test_special_tokens_are_their_names() -> None:
     """And never text, neither their own nor another token's."""
     ours = byte_level(["<s>", "a", "<eos>"], ["</s>", "<pad>"], eos_token="</s>")
-    theirs = sentencepiece(["<s>", "a", "</s>", "<pad>"], ["<s>", "<eos>", "<pad>"], bos_token="<s>", eos_token="<eos>")
-    assert token_bytes(ours, 5) == {b"<s>": 0, b"a": 1, b"<eos>": 2, "</s>": 3, "<pad>": 4}
-    assert token_bytes(theirs, 5) == {"<s>": 0, b"a": 1, b"</s>": 2, "<pad>": 3, "<eos>": 4}
-    assert pairs(ours, theirs) == {1: 1, 4: 3}
+    draft_tokenizer = sentencepiece(
+        ["<s>", "a", "</s>", "<pad>"], ["<s>", "<eos>", "<pad>"], bos_token="<s>", eos_token="<eos>"
+    )
+    assert ids_by_bytes(ours, 5) == {b"<s>": 0, b"a": 1, b"<eos>": 2, "</s>": 3, "<pad>": 4}
+    assert ids_by_bytes(draft_tokenizer, 5) == {"<s>": 0, b"a": 1, b"</s>": 2, "<pad>": 3, "<eos>": 4}
+    assert pairs(ours, draft_tokenizer) == {1: 1, 4: 3}
     # a token that plays a role is special, though its entry does not say so
     plain = byte_level(["a", "<end>"])
-    assert token_bytes(plain, 2) == {b"a": 0, b"<end>": 1}
+    assert ids_by_bytes(plain, 2) == {b"a": 0, b"<end>": 1}
     plain.eos_token = "<end>"
-    assert token_bytes(plain, 2) == {b"a": 0, "<end>": 1}
+    assert ids_by_bytes(plain, 2) == {b"a": 0, "<end>": 1}
 
 
 def test_added_tokens_that_are_not_special_are_text() -> None:
     ours = byte_level(["a", "Ã©"])
-    theirs = sentencepiece(["é", "<think>", "▁▁"])
+    draft_tokenizer = sentencepiece(["é", "<think>", "▁▁"])
     ours.add_tokens([AddedToken("<think>", special=False), AddedToken("ü", special=False)])
-    theirs.add_tokens([AddedToken("\n\n", special=False), AddedToken("ü", special=False)])
-    assert token_bytes(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
-    assert token_bytes(theirs, 5) == {"é".encode(): 0, b"<think>": 1, b"  ": 2, b"\n\n": 3, "ü".encode(): 4}
-    assert pairs(ours, theirs) == {1: 0, 2: 1, 3: 4}
+    draft_tokenizer.add_tokens([AddedToken("\n\n", special=False), AddedToken("ü", special=False)])
+    assert ids_by_bytes(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
+    assert ids_by_bytes(draft_tokenizer, 5) == {"é".encode(): 0, b"<think>": 1, b"  ": 2, b"\n\n": 3, "ü".encode(): 4}
+    assert pairs(ours, draft_tokenizer) == {1: 0, 2: 1, 3: 4}
 
 
 def test_of_duplicates_the_first_ordinary_one_counts() -> None:
     """Byte tokens come first in every SentencePiece vocabulary, and `<0x61>` is what a model with an `a` never says."""
     ours = sentencepiece(["<0x61>", "<0x62>", "▁c", "a", " c"])
-    assert token_bytes(ours, 5) == {b"a": 3, b"b": 1, b" c": 2}
+    assert ids_by_bytes(ours, 5) == {b"a": 3, b"b": 1, b" c": 2}
     assert pairs(ours, byte_level(["b", "Ġc", "a"])) == {3: 2, 1: 0, 2: 1}
     assert pairs(byte_level(["b", "Ġc", "a"]), ours) == {2: 3, 0: 1, 1: 2}
-    twice = shared(
+    twice = intersect(
         model_with(ours),
         of_tokenizer(TableLM.constant([1.0] * 5), sentencepiece(["▁c", " c", "<0x61>", "a", "x"], unk_token="x")),
     )
@@ -217,24 +220,24 @@ def test_of_duplicates_the_first_ordinary_one_counts() -> None:
 def test_ids_without_a_row_and_rows_without_a_token() -> None:
     """A model's vocabulary may be larger than its tokenizer's (padding) or smaller; nothing maps to what is not there."""
     tokenizer = byte_level(["a", "b", "c"], ["<x>"], unk_token="<x>")
-    assert token_bytes(tokenizer, 2) == {b"a": 0, b"b": 1}
-    assert token_bytes(tokenizer, 10) == {b"a": 0, b"b": 1, b"c": 2, "<x>": 3}
-    found = shared(model_with(tokenizer, 8), model_with(byte_level(["c", "b", "u"], unk_token="u"), 6))
-    assert dict(zip(found.target_I.tolist(), found.draft_I.tolist(), strict=True)) == {1: 1, 2: 0}
-    assert found.to_draft_ids_host(np.arange(8)).tolist() == [2, 1, 0, 2, 2, 2, 2, 2]
-    q_NV = found.to_target_vocab(torch.tensor([0]), torch.tensor([[0.25, 0.75]]))[1]
+    assert ids_by_bytes(tokenizer, 2) == {b"a": 0, b"b": 1}
+    assert ids_by_bytes(tokenizer, 10) == {b"a": 0, b"b": 1, b"c": 2, "<x>": 3}
+    vocabulary = intersect(model_with(tokenizer, 8), model_with(byte_level(["c", "b", "u"], unk_token="u"), 6))
+    assert dict(zip(vocabulary.target_I.tolist(), vocabulary.draft_I.tolist(), strict=True)) == {1: 1, 2: 0}
+    assert vocabulary.to_draft_ids_host(np.arange(8)).tolist() == [2, 1, 0, 2, 2, 2, 2, 2]
+    q_NV = vocabulary.to_target_vocab(torch.tensor([0]), torch.tensor([[0.25, 0.75]]))[1]
     assert q_NV is not None
     assert q_NV.tolist() == [[0, 0.25, 0.75, 0, 0, 0, 0, 0]]
-    assert found.kept(torch.arange(6.0).unsqueeze(0)).tolist() == [[1, 0]]
-    assert (found.share_of([1, 1, 2, 0]), found.share_of([])) == (0.75, None)
-    assert found.coverage([[1, 1], [2, 0]]) == {
+    assert vocabulary.shared_logits(torch.arange(6.0).unsqueeze(0)).tolist() == [[1, 0]]
+    assert (vocabulary.share_of([1, 1, 2, 0]), vocabulary.share_of([])) == (0.75, None)
+    assert vocabulary.coverage([[1, 1], [2, 0]]) == {
         "num_shared": 2, "share_of_vocabulary": 0.25, "num_emitted": 4, "share_of_emitted": 0.75,
     }  # fmt: skip
 
 
 def test_an_unk_beyond_the_models_rows_is_none() -> None:
     draft = model_with(byte_level(["a", "b", "e", "u"], unk_token="u", eos_token="e"), 3)
-    assert shared(model_with(byte_level(["a", "z"])), draft).read(np.array([0, 1])).tolist() == [0, 2]
+    assert intersect(model_with(byte_level(["a", "z"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [0, 2]
 
 
 # ---------------------------------------------------------------------------------- what stands for the rest
@@ -242,15 +245,15 @@ def test_an_unk_beyond_the_models_rows_is_none() -> None:
 
 def test_the_unk_token_may_have_id_0(capsys: Any) -> None:
     draft = model_with(byte_level(["<unk>", "a", "<eos>"], ["<unk>", "<eos>"], unk_token="<unk>", eos_token="<eos>"))
-    found = shared(model_with(byte_level(["z", "a"])), draft)
-    assert found.to_draft_ids_host(np.array([0, 1, 0])).tolist() == [0, 1, 0]
-    assert found.to_draft_ids(torch.tensor([1, 1])).tolist() == [1, 1]
+    vocabulary = intersect(model_with(byte_level(["z", "a"])), draft)
+    assert vocabulary.to_draft_ids_host(np.array([0, 1, 0])).tolist() == [0, 1, 0]
+    assert vocabulary.to_draft_ids(torch.tensor([1, 1])).tolist() == [1, 1]
     assert "no unk token" not in capsys.readouterr().err
 
 
 def test_without_unk_the_eos_token_with_a_warning(capsys: Any) -> None:
     draft = model_with(byte_level(["<eos>", "a"], ["<eos>"], eos_token="<eos>"))
-    assert shared(model_with(byte_level(["z", "a"])), draft).read(np.array([0, 1])).tolist() == [0, 1]
+    assert intersect(model_with(byte_level(["z", "a"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [0, 1]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "eos" in line]
     assert line.startswith("warning: ")
     assert all(word in line for word in ("no unk token", "1 tokens", "eos token 0"))
@@ -264,25 +267,25 @@ def refused(action: Any, *words: str) -> None:
     assert all(word in message for word in words), message
 
 
-def test_without_unk_and_eos_nothing_stands_for_the_rest(capsys: Any) -> None:
+def test_without_unk_and_eos_nothing_replaces_the_rest(capsys: Any) -> None:
     target = model_with(byte_level(["z", "a"]))
     draft = model_with(byte_level(["a", "b"]))
-    refused(lambda: shared(target, draft), "lacks 1 tokens", "no unk or eos", "set unk_token")
+    refused(lambda: intersect(target, draft), "lacks 1 tokens", "no unk or eos", "set unk_token")
     # where nothing is missing nothing has to stand for it
-    assert shared(model_with(byte_level(["b", "a"])), draft).read(np.array([0, 1])).tolist() == [1, 0]
+    assert intersect(model_with(byte_level(["b", "a"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [1, 0]
 
 
 def test_no_shared_token_is_an_error_and_few_a_warning(capsys: Any) -> None:
     target = model_with(byte_level(["z", "y", "x"]))
-    refused(lambda: shared(target, model_with(byte_level(["a", "b"]))), "share none of 3 and 2 tokens", "related vocabulary")
+    refused(lambda: intersect(target, model_with(byte_level(["a", "b"]))), "share none of 3 and 2 tokens", "related vocabulary")
 
-    def said(count: int) -> list[str]:
+    def warnings(count: int) -> list[str]:
         tokens = [f"t{i}" for i in range(200)]
-        shared(model_with(byte_level(tokens)), model_with(byte_level([*tokens[:count], "u"], unk_token="u")))
+        intersect(model_with(byte_level(tokens)), model_with(byte_level([*tokens[:count], "u"], unk_token="u")))
         return capsys.readouterr().err.splitlines()
 
-    assert len(said(100)) == 1
-    warned, line = said(99)
+    assert len(warnings(100)) == 1
+    warned, line = warnings(99)
     assert warned.startswith("warning: ")
     assert "share 99 tokens, fewer than 100" in warned
     assert line.startswith("vocabulary: ")
@@ -295,44 +298,48 @@ def test_no_shared_token_is_an_error_and_few_a_warning(capsys: Any) -> None:
 
 
 def test_the_vector_of_verification_json() -> None:
-    """q over the intersection, how much of it stands, and that the target's law comes out. Against it: drafts from the whole
-    draft vocabulary, of which what is not shared never stands; and a q that was not renormalised."""
+    """q over the intersection, how much of it is accepted, and that the target's distribution comes out. Against it: drafts
+    from the whole draft vocabulary, whose tokens outside are never accepted; and a q that was not renormalised."""
     p = VECTOR["p"]["val"]
     q = VECTOR["q_draft"]["val"]
-    found = shared(model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e")))
+    vocabulary = intersect(
+        model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e"))
+    )
     num = 200_000
     u = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logits_BI = found.kept(torch.tensor(q).log().expand(num, -1))
-    token_B, q_BV = found.said(*sampling.sample(logits_BI, torch.ones(num), u)[:2])
+    logits_BI = vocabulary.shared_logits(torch.tensor(q).log().expand(num, -1))
+    token_B, q_BV = vocabulary.to_target_vocab(*sampling.sample(logits_BI, torch.ones(num), u)[:2])
     assert q_BV is not None
     assert q_BV[0].numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=1e-7)
-    law_V = torch.bincount(token_B, minlength=4) / num
-    assert law_V.numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=5e-3), "drawn from the law that is recorded"
+    mass_V = torch.bincount(token_B, minlength=4) / num
+    assert mass_V.numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=5e-3), (
+        "drawn from the distribution that is recorded"
+    )
 
     p_table = {(): p} | {(token,): p for token in range(4)}
     q_table = {(): VECTOR["q_tli"]["val"]}
     standard = scheme("standard")
     for name in ("standard", "block"):
-        law = emitted_law(scheme(name), p_table, q_table, 4, 1)
-        accepted = sum(weight for (count, _), weight in law.items() if count)
+        distribution = emitted_distribution(scheme(name), p_table, q_table, 4, 1)
+        accepted = sum(weight for (count, _), weight in distribution.items() if count)
         assert accepted == pytest.approx(VECTOR["accept_tli"]["val"], abs=1e-12)
-        assert tv(completed_joint(law, p_table, 4, 1), target_joint(p_table, 4, 1)) < 1e-12
+        assert tv(completed_joint(distribution, p_table, 4, 1), target_joint(p_table, 4, 1)) < 1e-12
         assert VECTOR["tli_output_is_target"]
     _, tokens = simulate(scheme("match"), p_table, q_table, 4, 1)
     assert fits(tokens, target_joint(p_table, 4, 2), 4)
 
-    # the union: ids of both vocabularies side by side, laws as they are
+    # the union: ids of both vocabularies side by side, distributions as they are
     union = list(dict.fromkeys([*VECTOR["target_vocab"], *VECTOR["draft_vocab"]]))
     p_union, q_union = (
-        [dict(zip(VECTOR[names], law, strict=True)).get(token, 0.0) for token in union]
-        for names, law in (("target_vocab", p), ("draft_vocab", q))
+        [dict(zip(VECTOR[names], distribution, strict=True)).get(token, 0.0) for token in union]
+        for names, distribution in (("target_vocab", p), ("draft_vocab", q))
     )
     tables = {(): p_union} | {(token,): p_union for token in range(6)}, {(): q_union}
-    law = emitted_law(standard, *tables, 6, 1)
-    accepted = sum(weight for (count, _), weight in law.items() if count)
+    distribution = emitted_distribution(standard, *tables, 6, 1)
+    accepted = sum(weight for (count, _), weight in distribution.items() if count)
     assert accepted == pytest.approx(VECTOR["accept_union"]["val"], abs=1e-12)
 
-    # drawn from the renormalised law, judged by the raw one
+    # drawn from the renormalised distribution, judged by the raw one
     raw_V = torch.tensor(
         [q[VECTOR["draft_vocab"].index(t)] if t in VECTOR["draft_vocab"] else 0.0 for t in VECTOR["target_vocab"]]
     )
@@ -341,7 +348,7 @@ def test_the_vector_of_verification_json() -> None:
         assert draft.q_BKV is not None
         return standard(dataclasses.replace(draft, q_BKV=raw_V.to(draft.q_BKV).expand_as(draft.q_BKV)), p_BJV, u_BJ)
 
-    wrong = completed_joint(emitted_law(by_raw_q, p_table, q_table, 4, 1), p_table, 4, 1)
+    wrong = completed_joint(emitted_distribution(by_raw_q, p_table, q_table, 4, 1), p_table, 4, 1)
     assert wrong.numpy() == pytest.approx(np.array(VECTOR["wrong_unnormalised_q"]["output"]["val"]), abs=1e-6)
     assert tv(wrong, target_joint(p_table, 4, 1)) == pytest.approx(VECTOR["wrong_unnormalised_q"]["tv"]["val"], abs=1e-6)
 
@@ -350,13 +357,13 @@ def test_the_vector_of_verification_json() -> None:
 
 OURS = byte_level(["a", "Ġb", "Ċ"])  # of TABLE
 # "a" is 3, " b" is 1; a newline is not there, and read as 0; the other two are what it often wants to say
-THEIRS = sentencepiece(["<unk>", "▁b", "x", "a", "yy"], ["<unk>"], unk_token="<unk>")
+DRAFT_TOKENIZER = sentencepiece(["<unk>", "▁b", "x", "a", "yy"], ["<unk>"], unk_token="<unk>")
 
 
 @cache
 def small(name: str) -> TableLM:
     """Models of THEIRS."""
-    return of_tokenizer(TableLM.random(5, seed=int(name), scale=1.0), THEIRS)
+    return of_tokenizer(TableLM.random(5, seed=int(name), scale=1.0), DRAFT_TOKENIZER)
 
 
 def of_other_vocabulary(name: str, how: str, draft: CausalLM, target: CausalLM = TABLE, num_draft: int = NUM_DRAFT) -> Any:
@@ -385,7 +392,7 @@ def _table_has_no_tokenizer() -> Any:
 @pytest.mark.parametrize("rule", schemes())
 @HOW
 @BOTH
-def test_joint_law(name: str, how: str, rule: str, times: int) -> None:
+def test_joint_distribution(name: str, how: str, rule: str, times: int) -> None:
     requests = decode(TABLE, of_other_vocabulary(name, how, small("3")), scheme(rule), num_requests=400 * times)
     assert misfit(TABLE, requests) < 1
     drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
@@ -393,12 +400,12 @@ def test_joint_law(name: str, how: str, rule: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])
-@pytest.mark.parametrize("mistake", ["mass outside", "own ids", "law of the whole"])
-def test_broken_laws_do_not_fit(mistake: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mistake", ["mass outside", "own ids", "distribution of the whole"])
+def test_broken_distributions_do_not_fit(mistake: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = SharedVocab.to_target_vocab
 
-    def to_target_vocab(self: SharedVocab, drawn_N: torch.Tensor, q_NI: torch.Tensor) -> Any:
-        token_N, q_NV = right(self, drawn_N, q_NI)
+    def to_target_vocab(self: SharedVocab, draft_N: torch.Tensor, q_NI: torch.Tensor) -> Any:
+        token_N, q_NV = right(self, draft_N, q_NI)
         assert q_NV is not None
         if mistake == "own ids":  # two draft ids at the place of one
             return token_N, q_NV.roll(1, 1)
@@ -431,17 +438,17 @@ def test_the_target_under_other_names_is_always_right(name: str, temperature: fl
     drafting = of_other_vocabulary(name, "probabilistic", renamed(TABLE), num_draft=num_draft)
     params = SamplingParams(temperature=temperature, max_tokens=40)
     requests = decode(TABLE, drafting, rejection.build(rule, num_draft), params, 40, rows=8)
-    stands = [r.stats.accepted == r.stats.drafted for r in requests]
+    accepted = [r.stats.accepted == r.stats.drafted for r in requests]
     assert all(sum(r.stats.drafted) > 10 for r in requests)
-    assert all(stands) == (temperature == 0 or rule != "match")
+    assert all(accepted) == (temperature == 0 or rule != "match")
 
 
 @HOW
 @BOTH
-def test_drafts_and_laws_and_evidence_are_of_shared_tokens(name: str, how: str) -> None:
+def test_drafts_and_probs_and_confidence_are_of_shared_tokens(name: str, how: str) -> None:
     """A draft model that would say `x` two times in three: what it says is " b", three times as likely as "a"."""
     q = [0.02, 0.24, 0.64, 0.08, 0.02]
-    drafting = of_other_vocabulary(name, how, of_tokenizer(TableLM.constant(q), THEIRS))
+    drafting = of_other_vocabulary(name, how, of_tokenizer(TableLM.constant(q), DRAFT_TOKENIZER))
     assert isinstance(drafting, DraftModel)
     drafting.reserve(2, 64)
     texts = {0: [0, 1, 2, 2], 1: [2, 2]}
@@ -456,9 +463,9 @@ def test_drafts_and_laws_and_evidence_are_of_shared_tokens(name: str, how: str) 
         assert draft.confidence_BKF is not None
         assert draft.confidence_BKF.numpy() == pytest.approx(np.full((2, 3, 1), np.log(odds)), abs=1e-4)
         if how == "probabilistic":
-            law = np.array([0, 1, 0] if temperature == 0 else [1 / (1 + odds), odds / (1 + odds), 0])
+            distribution = np.array([0, 1, 0] if temperature == 0 else [1 / (1 + odds), odds / (1 + odds), 0])
             assert draft.q_BKV is not None
-            assert draft.q_BKV.numpy() == pytest.approx(np.broadcast_to(law, (2, 3, 3)), abs=1e-6)
+            assert draft.q_BKV.numpy() == pytest.approx(np.broadcast_to(distribution, (2, 3, 3)), abs=1e-6)
         else:
             assert draft.q_BKV is None
 
@@ -482,8 +489,8 @@ def test_what_the_draft_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         drafting.on_start(0, Request("0", [0, 2, 1], SamplingParams()))
         out = drafting.propose(context(drafting, {0: [0, 2, 1, 2, 0]}))
         if name == "draft_model":
-            own = [{0: 3, 1: 1}[token] for token in out.token_BK[0, :2].tolist()]
-            want = [*want[:2], *([token] for token in own)]
+            draft_ids = [{0: 3, 1: 1}[token] for token in out.token_BK[0, :2].tolist()]
+            want = [*want[:2], *([token] for token in draft_ids)]
         assert read == want, name
 
 
@@ -499,11 +506,13 @@ def directory(kind: str) -> Path:
     tokens = ["<unk>", *letters, *BYTE_TOKENS, "▁the"]
     tokenizer = sentencepiece(tokens, ["<unk>", "</s>", "<end>"], unk_token="<unk>", eos_token="</s>")
     model = hub.load_model(hub.resolve("tiny" if kind == "renamed" else "tiny-qwen3"), dtype=torch.float32)
-    theirs = loaded("tiny-llama").tokenizer.get_vocab()
+    target_vocab = loaded("tiny-llama").tokenizer.get_vocab()
     size = len(tokenizer)
-    own_of = {i: theirs[SHOWN[byte]] for byte, i in enumerate_bytes(tokenizer)} | {tokenizer.convert_tokens_to_ids("</s>"): 257}
-    spare = iter(sorted(set(range(320)) - set(own_of.values())))
-    order = torch.tensor([own_of[i] if i in own_of else next(spare) for i in range(size)])
+    draft_id_of = {i: target_vocab[SHOWN[byte]] for byte, i in enumerate_bytes(tokenizer)} | {
+        tokenizer.convert_tokens_to_ids("</s>"): 257
+    }
+    spare = iter(sorted(set(range(320)) - set(draft_id_of.values())))
+    order = torch.tensor([draft_id_of[i] if i in draft_id_of else next(spare) for i in range(size)])
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):
         part.weight = torch.nn.Parameter(part.weight[order].clone())
     model.config.vocab_size = size
@@ -515,8 +524,8 @@ def directory(kind: str) -> Path:
 
 def enumerate_bytes(tokenizer: Any) -> list[tuple[int, int]]:
     """(byte, id) of the token that stands for each byte."""
-    found = token_bytes(tokenizer, len(tokenizer))
-    return [(byte, found[bytes([byte])]) for byte in range(256)]
+    decoded = ids_by_bytes(tokenizer, len(tokenizer))
+    return [(byte, decoded[bytes([byte])]) for byte in range(256)]
 
 
 # of the ids of tiny-llama that no token has, it says some all the time; here it keeps to what can be drafted
@@ -525,8 +534,8 @@ BYTES_ONLY = dict.fromkeys((256, *range(258, 320)), -1e6)
 
 def answers(engine: Engine, **params: Any) -> tuple[list[list[int]], float]:
     """Answers to `tiny_prompts`, and the share of drafts that stood."""
-    own = SamplingParams(**{"temperature": 0, "max_tokens": 16} | params)
-    requests = [Request(str(i), ids, own, seed=i) for i, ids in enumerate(tiny_prompts())]
+    params_of_request = SamplingParams(**{"temperature": 0, "max_tokens": 16} | params)
+    requests = [Request(str(i), ids, params_of_request, seed=i) for i, ids in enumerate(tiny_prompts())]
     assert sum(1 for _ in engine.run(requests)) == len(requests)
     drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
     return [request.output_token_ids for request in requests], accepted / max(drafted, 1)
@@ -544,19 +553,19 @@ def plainly(bytes_only: bool) -> list[list[int]]:
 @BOTH
 def test_greedy_decoding_is_plain_decoding(name: str, how: str, kind: str) -> None:
     target = loaded("tiny-llama")
-    given = {"method": name, "model": str(directory(kind)), "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
-    proposer, verifier = SpeculativeConfig(**given, draft_sample_method=how).resolve().build(target)
+    config = {"method": name, "model": str(directory(kind)), "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
+    proposer, verifier = SpeculativeConfig(**config, draft_sample_method=how).resolve().build(target)
     assert isinstance(proposer, DraftModel)
     assert proposer.vocabulary is not None
     assert proposer.vocabulary.size == 257, "all bytes, and </s>"
     for batch_size in (1, 3, 8):
         engine = Engine(target, proposer, verifier, max_batch_size=batch_size, prefill_chunk_size=64)
-        output, stood = answers(engine, logit_bias=BYTES_ONLY if kind == "renamed" else None)
+        output, num_accepted = answers(engine, logit_bias=BYTES_ONLY if kind == "renamed" else None)
         assert output == plainly(kind == "renamed"), f"batch size {batch_size}"
         if kind == "renamed" and name == "draft_model":
-            assert stood == 1
+            assert num_accepted == 1
         else:
-            assert stood < 0.5
+            assert num_accepted < 0.5
     lacked = proposer.vocabulary.share_of([token for ids in plainly(False) for token in ids])
     assert lacked is not None
     assert lacked < 0.9, "of what the target says by itself, much is read as unk"
@@ -569,8 +578,8 @@ def test_match_is_plain_sampling() -> None:
         "method": "draft_model", "model": str(directory("renamed")), "num_speculative_tokens": 3,
         "use_heterogeneous_vocab": True, "draft_sample_method": "probabilistic", "rejection_sample_method": "match",
     }  # fmt: skip
-    for given in ({"method": "none"}, draft):
-        engine = Engine(target, *SpeculativeConfig(**given).resolve().build(target), max_batch_size=3)
+    for config in ({"method": "none"}, draft):
+        engine = Engine(target, *SpeculativeConfig(**config).resolve().build(target), max_batch_size=3)
         outputs.append(answers(engine, temperature=0.8)[0])
     assert outputs[0] == outputs[1]
 
@@ -601,39 +610,45 @@ def test_a_run_says_how_much_can_be_drafted(tmp_path: Path) -> None:
 
 def test_vocabularies_of_two_sizes_need_the_key() -> None:
     target = loaded("tiny-llama")
-    given = {"method": "draft_model", "model": str(directory("random")), "num_speculative_tokens": 3}
+    config = {"method": "draft_model", "model": str(directory("random")), "num_speculative_tokens": 3}
     words = ("a vocabulary of 285", "one of 320", "must be equal", "use_heterogeneous_vocab=true")
     for more in ({}, {"use_heterogeneous_vocab": False}, {"use_heterogeneous_vocab": None}):
-        refused(lambda more=more: SpeculativeConfig(**given, **more).resolve().build(target), *words)
+        refused(lambda more=more: SpeculativeConfig(**config, **more).resolve().build(target), *words)
 
 
 def test_the_key_is_for_draft_models() -> None:
     target = loaded("tiny-llama")
-    given: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+    config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
     refused(
-        lambda: SpeculativeConfig(**given, use_heterogeneous_vocab=True).resolve().build(target),
+        lambda: SpeculativeConfig(**config, use_heterogeneous_vocab=True).resolve().build(target),
         "use_heterogeneous_vocab=true", "draft_model and pard", "'ngram'", "leave it out",
     )  # fmt: skip
-    assert SpeculativeConfig(**given, use_heterogeneous_vocab=False).resolve().build(target)[0].num_speculative_tokens == 3
-    refused(lambda: SpeculativeConfig(**given, use_heterogeneous_vocab="yes"), "use_heterogeneous_vocab='yes'", "boolean")
+    assert SpeculativeConfig(**config, use_heterogeneous_vocab=False).resolve().build(target)[0].num_speculative_tokens == 3
+    refused(lambda: SpeculativeConfig(**config, use_heterogeneous_vocab="yes"), "use_heterogeneous_vocab='yes'", "boolean")
 
 
 @BOTH
 def test_what_is_trained_has_the_targets_vocabulary(name: str) -> None:
     target = loaded("tiny-llama")
-    own: Any = method.find(name)
-    checkpoint = own.init_checkpoint(target, {"num_hidden_layers": 1, **({"pard_token": 1} if name == "pard" else {})}, None)
-    refused(lambda: own(target, checkpoint, 3, use_heterogeneous_vocab=True), "use_heterogeneous_vocab=true", "leave it out")
+    method_class: Any = method.find(name)
+    checkpoint = method_class.init_checkpoint(
+        target, {"num_hidden_layers": 1, **({"pard_token": 1} if name == "pard" else {})}, None
+    )
+    refused(
+        lambda: method_class(target, checkpoint, 3, use_heterogeneous_vocab=True),
+        "use_heterogeneous_vocab=true",
+        "leave it out",
+    )
     with pytest.raises(ValueError, match=r"they must be equal$"):
-        own.init_checkpoint(target, {"model": str(directory("random"))}, None)
+        method_class.init_checkpoint(target, {"model": str(directory("random"))}, None)
 
 
 def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
     target = of_tokenizer(TableLM.random(3), OURS)
     draft = small("3")
-    given: dict[str, Any] = {"model": draft, "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
-    assert method.build("pard", target, **given, pard_token=4).num_speculative_tokens == 3
-    refused(lambda: method.build("pard", target, **given, pard_token=5), "pard_token=5", "0..4")
+    config: dict[str, Any] = {"model": draft, "num_speculative_tokens": 3, "use_heterogeneous_vocab": True}
+    assert method.build("pard", target, **config, pard_token=4).num_speculative_tokens == 3
+    refused(lambda: method.build("pard", target, **config, pard_token=5), "pard_token=5", "0..4")
 
 
 # ---------------------------------------------------------------------------------------------- the real ones
@@ -646,12 +661,12 @@ def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
 )
 def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: int, num_special: int) -> None:
     tokenizer = hub.load_tokenizer(hub.resolve(name))
-    found = token_bytes(tokenizer, size)
+    decoded = ids_by_bytes(tokenizer, size)
     backend = tokenizer.backend_tokenizer
-    assert (len(found), sum(isinstance(meaning, str) for meaning in found)) == (count, num_special)
-    for meaning, i in found.items():
-        said = backend.decode([i], skip_special_tokens=False)
-        assert said == (meaning if isinstance(meaning, str) else meaning.decode(errors="replace"))
+    assert (len(decoded), sum(isinstance(meaning, str) for meaning in decoded)) == (count, num_special)
+    for meaning, i in decoded.items():
+        text = backend.decode([i], skip_special_tokens=False)
+        assert text == (meaning if isinstance(meaning, str) else meaning.decode(errors="replace"))
 
 
 @pytest.mark.embedded
@@ -661,21 +676,21 @@ def test_smollm2_and_gemma_draft_for_each_other(name: str, other: str) -> None:
     """Byte-level BPE and SentencePiece: greedy output is the target's own."""
     target = loaded(name)
     outputs = []
-    stood = []
+    num_accepted = []
     chosen = [task.turns[0] for task in tasks.load(tasks.DEMO, 3)]
     prompts = [tasks.prompt_ids(target.tokenizer, [turn], []) for turn in chosen]
-    own = method.build("draft_model", target, model=loaded(other), num_speculative_tokens=3, use_heterogeneous_vocab=True)
-    assert isinstance(own, DraftModel)
-    assert own.vocabulary is not None
-    assert own.vocabulary.size == 46145
-    for proposer, batch_size in ((method.build("none", target), 1), (own, 1), (own, 3)):
+    drafting = method.build("draft_model", target, model=loaded(other), num_speculative_tokens=3, use_heterogeneous_vocab=True)
+    assert isinstance(drafting, DraftModel)
+    assert drafting.vocabulary is not None
+    assert drafting.vocabulary.size == 46145
+    for proposer, batch_size in ((method.build("none", target), 1), (drafting, 1), (drafting, 3)):
         engine = Engine(target, proposer, rejection.build("standard"), max_batch_size=batch_size)
         requests = [Request(str(i), ids, SamplingParams(temperature=0, max_tokens=16)) for i, ids in enumerate(prompts)]
         assert sum(1 for _ in engine.run(requests)) == len(requests)
         outputs.append([request.output_token_ids for request in requests])
-        stood.append(sum(sum(request.stats.accepted) for request in requests))
+        num_accepted.append(sum(sum(request.stats.accepted) for request in requests))
     assert outputs[1:] == [outputs[0]] * 2
-    assert stood[1] == stood[2] > 0
+    assert num_accepted[1] == num_accepted[2] > 0
 
 
 # ------------------------------------------------------- a draft model that is said to have the target's vocabulary
@@ -685,40 +700,40 @@ def beside(tmp_path: Path, change: Any) -> Path:
     """A copy of the tiny model whose tokenizer was changed."""
     directory = tmp_path / "draft"
     shutil.copytree(hub.tiny(), directory)
-    told = json.loads((directory / "tokenizer.json").read_text())
-    change(told)
-    (directory / "tokenizer.json").write_text(json.dumps(told))
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    change(tokenizer)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return directory
 
 
-def turned(told: dict[str, Any]) -> None:
+def turned(tokenizer: dict[str, Any]) -> None:
     """Every id is the token after it."""
-    names = sorted(told["model"]["vocab"], key=told["model"]["vocab"].get)
-    told["model"]["vocab"] = {name: i for i, name in enumerate(names[1:] + names[:1])}
+    names = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    tokenizer["model"]["vocab"] = {name: i for i, name in enumerate(names[1:] + names[:1])}
 
 
 @BOTH
 def test_one_size_and_another_tokenizer_is_refused(name: str, tmp_path: Path, one_line: Any) -> None:
     """Nothing would ever be accepted, and nothing would say why."""
     directory = beside(tmp_path, turned)
-    given = {"method": name, "model": str(directory), "num_speculative_tokens": 2}
-    given |= {"pard_token": 300} if name == "pard" else {}
+    config = {"method": name, "model": str(directory), "num_speculative_tokens": 2}
+    config |= {"pard_token": 300} if name == "pard" else {}
     target = loaded("tiny-llama")
-    said = one_line(
-        lambda: SpeculativeConfig(**given).resolve().build(target), str(directory), target.name, "use_heterogeneous_vocab=true"
+    message = one_line(
+        lambda: SpeculativeConfig(**config).resolve().build(target), str(directory), target.name, "use_heterogeneous_vocab=true"
     )
-    assert "256 ids are other tokens, such as 0" in said
-    assert SpeculativeConfig(**given, use_heterogeneous_vocab=True).resolve().build(target)[0].vocabulary.size == 259
+    assert "256 ids are other tokens, such as 0" in message
+    assert SpeculativeConfig(**config, use_heterogeneous_vocab=True).resolve().build(target)[0].vocabulary.size == 259
 
 
 def test_two_tokens_that_changed_places_are_enough(tmp_path: Path, one_line: Any) -> None:
-    def swapped(told: dict[str, Any]) -> None:
-        vocab = told["model"]["vocab"]
+    def swapped(tokenizer: dict[str, Any]) -> None:
+        vocab = tokenizer["model"]["vocab"]
         vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
 
-    given = {"method": "draft_model", "model": str(beside(tmp_path, swapped)), "num_speculative_tokens": 2}
+    config = {"method": "draft_model", "model": str(beside(tmp_path, swapped)), "num_speculative_tokens": 2}
     one_line(
-        lambda: SpeculativeConfig(**given).resolve().build(loaded("tiny-llama")),
+        lambda: SpeculativeConfig(**config).resolve().build(loaded("tiny-llama")),
         "2 ids are other tokens",
         "which is 'b' and 'a'",
     )
@@ -727,24 +742,24 @@ def test_two_tokens_that_changed_places_are_enough(tmp_path: Path, one_line: Any
 def test_special_tokens_may_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As they do between fine-tunes of one model, whose names for the same reserved ids are others."""
 
-    def renamed(told: dict[str, Any]) -> None:
-        told["added_tokens"].append({**told["added_tokens"][-1], "id": 259, "content": "<|im_end|>"})
+    def renamed(tokenizer: dict[str, Any]) -> None:
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 259, "content": "<|im_end|>"})
 
-    given = {"method": "draft_model", "model": str(beside(tmp_path, renamed)), "num_speculative_tokens": 2}
-    SpeculativeConfig(**given).resolve().build(loaded("tiny-llama"))
+    config = {"method": "draft_model", "model": str(beside(tmp_path, renamed)), "num_speculative_tokens": 2}
+    SpeculativeConfig(**config).resolve().build(loaded("tiny-llama"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: 1 special or unused ids of the draft model")
     assert "such as 259, which is '<|im_end|>' and None" in line
 
 
 def test_equal_tokenizers_are_not_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"method": "draft_model", "model": "tiny-qwen3", "num_speculative_tokens": 2}
-    SpeculativeConfig(**given).resolve().build(loaded("tiny-llama"))
+    config = {"method": "draft_model", "model": "tiny-qwen3", "num_speculative_tokens": 2}
+    SpeculativeConfig(**config).resolve().build(loaded("tiny-llama"))
     assert capsys.readouterr().err == ""
 
 
 def test_a_model_without_a_tokenizer_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = beside(tmp_path, lambda told: None)
+    directory = beside(tmp_path, lambda tokenizer: None)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (directory / name).unlink(missing_ok=True)
     SpeculativeConfig(method="draft_model", model=str(directory), num_speculative_tokens=2).resolve().build(
