@@ -25,13 +25,13 @@ def run(cfg: Extract) -> None:
     from specdec import artifact, config, hub
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
-    from specdec.training import data, features
+    from specdec.training import features
     from specdec.training.samples import fingerprint
 
     if not cfg.dry_run:
         cfg.start()
     target = cfg.model.load("bfloat16")
-    loaded = data.load_group(config.plain(cfg.data), target)
+    loaded = cfg.data.load(target)
     for note in loaded.notes:
         console.show(f"note: {note}")
     layers = cfg.layer_ids if cfg.layer_ids is not None else Architecture().layers(target.num_layers)
