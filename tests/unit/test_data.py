@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import itertools
 import json
 import random
@@ -900,7 +901,7 @@ def test_arguments_of_the_template_must_be_its_own(chatml: Any) -> None:
     thinking = byte_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
     kwargs = {"enable_thinking": False, "enable_thinkin": False}
     assert unread_template_kwargs(thinking, kwargs, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
-    for name in ("max_length", "split", "tools", "tokenize", "messages"):
+    for name in ("tools", "tokenize", "messages", *inspect.signature(load).parameters):
         with pytest.raises(ValueError, match=f"'{name}'"):
             unread_template_kwargs(chatml, {name: 1}, "data.template_kwargs")
 
