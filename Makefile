@@ -28,7 +28,7 @@ demo: $(VENV)/.done
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter limit=18 sampling.max_tokens=64 out_dir=$(OUT)/3-eagle3
 	$(RUN) eval/compare.py $(OUT)/[0-9]*/ --out $(OUT)
 
-## make drafter     the EAGLE-3 drafter of the README: the whole demo recipe, and its acceptance on the demo prompts
+## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo recipe, and its acceptance on the demo prompts
 drafter: $(VENV)/.done
 	$(RUN) train/eagle.py model=llama out_dir=$(OUT)/drafter
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter out_dir=$(OUT)/eval

@@ -46,7 +46,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def documented() -> list[tuple[str, ...]]:
     texts = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in SCRIPTS]
-    texts += [path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")]
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts += [path.read_text() for path in documents]
     return sorted({tuple(words) for text in texts for words in commands(text)})
 
 
