@@ -153,7 +153,7 @@ class Verdict:
 
 @dataclass
 class RequestStats:
-    """What happened to one request, step by step (lists of equal length), and its times in seconds.
+    """What happened to one request, step by step (lists of equal length), and its times in seconds. Keys of requests.jsonl.
 
     drafted: draft tokens that were verified.
     accepted: of these, the accepted ones that were emitted.
@@ -220,16 +220,16 @@ class RequestStats:
 class Step:
     """One step of the engine, all its rows.
 
-    made_B: tokens drafted.
-    drafted_B: of these, verified.
+    drafted_B: tokens drafted.
+    verified_B: of these, verified.
     accepted_B, emitted_B: as in RequestStats.
     draft_s, verify_s, cpu_s: as in RequestStats.
     at: the end of the step on the engine's clock.
     num_model_drafted_B: as in Draft.
     """
 
-    made_B: np.ndarray
     drafted_B: np.ndarray
+    verified_B: np.ndarray
     accepted_B: np.ndarray
     emitted_B: np.ndarray
     draft_s: float

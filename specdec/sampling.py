@@ -1,7 +1,7 @@
-"""From logits to laws to tokens.
+"""From logits to probabilities to tokens.
 
-Everything random comes in as uniforms in [0, 1) that are a pure function of (seed, stream, index, column), so a
-request's noise does not depend on its batch mates, its row, or the device.
+Everything random comes in as uniforms in [0, 1) that are a pure function of (seed, stream, index, column), so a request's
+uniforms depend neither on its batch mates nor on its row or the device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from specdec.params import GREEDY_BELOW, SamplingParams
 
-# streams: noise that judges a draft must be independent of the noise that drew it, and of what seeds were made from
-VERIFY, DRAFT, SEED = 0, 1, 2
+# streams: uniforms that verify a draft must be independent of those that sampled it, and of those that seeds come from
+VERIFY = 0
+DRAFT = 1
+SEED = 2
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,7 +30,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def uniforms(seed: np.ndarray, stream: int, index: np.ndarray, column: np.ndarray | int) -> np.ndarray:
     """Uniforms in [0, 1), float64 with 53 random bits. The arguments broadcast.
 
-    seed: the request's; stream: VERIFY or DRAFT; index: the step, or the absolute position; column: within the step.
+    seed: of the request.
+    stream: VERIFY or DRAFT.
+    index: the step, or the output position.
+    column: within the step.
     """
     with np.errstate(over="ignore"):
         key = np.asarray(seed, dtype=np.int64).astype(np.uint64)
@@ -41,33 +46,36 @@ def uniforms(seed: np.ndarray, stream: int, index: np.ndarray, column: np.ndarra
 def inverse_cdf(weight_BV: Tensor, u_B: Tensor) -> Tensor:
     """Sample token ids from unnormalised non-negative weights: the first id whose cumulative weight exceeds u * total.
 
-    weight: [..., V], u: [...] in [0, 1); float64 inside. A token of weight 0 is never returned.
+    weight_BV: [..., V]; float64 inside. A token of weight 0 is never returned.
+    u_B: [...] in [0, 1).
     """
     cumulative = weight_BV.double().cumsum(-1)
     point = (u_B.to(cumulative.device) * cumulative[..., -1]).unsqueeze(-1)
     token = torch.searchsorted(cumulative, point, right=True).squeeze(-1)
-    # u * total can round up to the total; the last token that has weight is meant then
+    # u * total can round up to the total; the answer then is the last token that has weight
     last = torch.searchsorted(cumulative, cumulative[..., -1:].contiguous()).squeeze(-1)
     return torch.minimum(token, last).clamp(max=weight_BV.shape[-1] - 1)  # a row of NaN stays in range too
 
 
 def one_hot(token: Tensor, vocab_size: int) -> Tensor:
-    """[...] -> [..., V] float32 laws that put everything on one token."""
-    law = torch.zeros(*token.shape, vocab_size, device=token.device)
-    return law.scatter_(-1, token.unsqueeze(-1), 1.0)
+    """[...] -> [..., V] float32 distributions that put everything on one token."""
+    p = torch.zeros(*token.shape, vocab_size, device=token.device)
+    return p.scatter_(-1, token.unsqueeze(-1), 1.0)
 
 
-def finite(most_N: Tensor) -> Tensor:
-    """Whether lines of logits have a law, by the largest of each: that is nan if any is, +inf if any is, and -inf if there is
-    nothing else. (A token that is -inf among others is one that is never said.)"""
-    return most_N.isfinite()
+def finite(max_N: Tensor) -> Tensor:
+    """Whether lines of logits define a distribution, by the largest of each: that is nan if any is, +inf if any is, and -inf if
+    all are. (Where some are -inf, these tokens are never sampled.)"""
+    return max_N.isfinite()
 
 
-def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor, most_N: Tensor | None = None) -> Tensor:
-    """The laws that processed logits stand for: temperature, then min-p, top-k and top-p, as vLLM orders them.
+def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor, max_N: Tensor | None = None) -> Tensor:
+    """The distributions of processed logits: temperature, then min-p, top-k and top-p, as vLLM orders them.
 
-    logits_NV: after penalties and bias; params: one per row; row_N: which row's parameters a line of logits takes;
-    most_N: the largest of each line, if the caller knows it.
+    logits_NV: after penalties and bias.
+    params: of each row.
+    row_N: the row whose parameters a line of logits takes.
+    max_N: the largest of each line, if the caller knows it.
     Returns p_NV, float32. A row of temperature 0 is one-hot on the argmax (the lowest id among equals).
     """
 
@@ -81,8 +89,8 @@ def probs(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor, most_N
     if any(greedy):
         argmax_NV = one_hot(logits_NV.argmax(-1), logits_NV.shape[-1])
     # the maximum goes first, so that a tiny temperature cannot overflow
-    most_N = logits_NV.amax(-1) if most_N is None else most_N
-    scaled = (logits_NV - most_N.unsqueeze(-1)) / column([1.0 if p.greedy else p.temperature for p in params])
+    max_N = logits_NV.amax(-1) if max_N is None else max_N
+    scaled = (logits_NV - max_N.unsqueeze(-1)) / column([1.0 if p.greedy else p.temperature for p in params])
     if any(p.min_p for p in params):
         scaled = scaled.masked_fill(scaled < column([p.min_p for p in params]).log(), -torch.inf)
     if any(p.top_k > 0 for p in params) or any(p.top_p < 1 for p in params):
@@ -99,8 +107,8 @@ def _top_k_top_p(logits_NV: Tensor, params: list[SamplingParams], row_N: Tensor)
     Ties at the border of top-k stay in, as in vLLM and Hugging Face.
     """
     vocab_size = logits_NV.shape[-1]
-    sorted_NV, order_NV = logits_NV.sort(-1, descending=True)
     device = logits_NV.device
+    sorted_NV, order_NV = logits_NV.sort(-1, descending=True)
     k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params], device=device)[row_N]
     border = sorted_NV.gather(-1, k.unsqueeze(-1) - 1)
     sorted_NV = sorted_NV.masked_fill(sorted_NV < border, -torch.inf)
@@ -123,21 +131,28 @@ def apply_penalties(
 ) -> Tensor:
     """Bias, minimum length and penalties, for every verified position of every row, each with its own prefix.
 
-    The prefix of position j is the committed tokens and the draft tokens before j.
-    prompt_BV, output_BV: how often each token stands in the prompt and in the output so far (None if no row penalises);
-    num_output_B: tokens put out so far; stop_ids: what `min_tokens` forbids, per row.
-    Repetition penalty as in CTRL (Keskar et al. 2019) over prompt and output; presence and frequency over the output.
+    The prefix of position j is the committed tokens and the draft tokens before j. The repetition penalty is that of CTRL
+    (Keskar et al. 2019) over prompt and output; presence and frequency count over the output.
+
+    logits_BJV: raw.
+    params: of each row.
+    prompt_BV, output_BV: how often each token is in the prompt and in the output so far (None if no row penalises).
+    draft_BK: draft tokens.
+    length_B: how many of them each row has, on the host.
+    num_output_B: output tokens so far.
+    stop_ids: tokens of each row that `min_tokens` forbids.
     """
-    device, num_positions = logits_BJV.device, logits_BJV.shape[1]
+    device = logits_BJV.device
+    num_positions = logits_BJV.shape[1]
     logits_BJV = logits_BJV.to(torch.float32, copy=True)
 
     for b, p in enumerate(params):
         if p.logit_bias:
             ids = torch.tensor(list(p.logit_bias), device=device)
             logits_BJV[b, :, ids] += torch.tensor(list(p.logit_bias.values()), device=device)
-        missing = p.min_tokens - int(num_output_B[b])
-        if missing > 0 and stop_ids[b]:
-            logits_BJV[b, :missing, torch.tensor(stop_ids[b], device=device)] = -torch.inf
+        num_missing = p.min_tokens - int(num_output_B[b])
+        if num_missing > 0 and stop_ids[b]:
+            logits_BJV[b, :num_missing, torch.tensor(stop_ids[b], device=device)] = -torch.inf
 
     if prompt_BV is None or output_BV is None:
         return logits_BJV
@@ -161,21 +176,23 @@ def apply_penalties(
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """How every drafter chooses: [B] tokens, the law [B, V] that they were drawn from, and the largest logits (see `finite`).
-    Without uniforms the argmax, at every temperature (its law is one-hot, and not written down); with them by inverse CDF from
-    softmax(logits / T)."""
-    most_B, best_B = logits_BV.max(-1)  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
+    """How every drafter samples: [B] tokens, their distribution [B, V], and the largest logits (see `finite`).
+
+    uniform_B: by inverse CDF from softmax(logits / T); None: the argmax at every temperature, whose distribution is one-hot and
+        not returned.
+    """
+    max_B, argmax_B = logits_BV.max(-1)  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
     if uniform_B is None:
-        return best_B, None, most_B
+        return argmax_B, None, max_B
     temperature_B1 = temperature_B.unsqueeze(1)
     tempered_BV = logits_BV.float() / temperature_B1.clamp(min=GREEDY_BELOW)
-    q_BV = torch.where(temperature_B1 < GREEDY_BELOW, one_hot(best_B, logits_BV.shape[-1]), tempered_BV.softmax(-1))
-    return inverse_cdf(q_BV, uniform_B), q_BV, most_B
+    q_BV = torch.where(temperature_B1 < GREEDY_BELOW, one_hot(argmax_B, logits_BV.shape[-1]), tempered_BV.softmax(-1))
+    return inverse_cdf(q_BV, uniform_B), q_BV, max_B
 
 
-def share_log_odds(count: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """Log-odds of the shares `count / of`, float32; half a case is added on either side, so that 1 of 1 is no certainty."""
-    return np.log((count + 0.5) / (of - count + 0.5)).astype(np.float32)
+def share_log_odds(count: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """Log-odds of the shares `count / total`, float32; half a case is added on either side, so that 1 of 1 is no certainty."""
+    return np.log((count + 0.5) / (total - count + 0.5)).astype(np.float32)
 
 
 def log_odds(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def run(cfg: Extract) -> None:
     from specdec.measure import records
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
-    from specdec.training import data, features
+    from specdec.training import features
     from specdec.training.samples import fingerprint
 
     out_dir = Path(cfg.out_dir)
@@ -36,7 +36,7 @@ def run(cfg: Extract) -> None:
         records.reserve(out_dir, cfg.resume)
     torch.set_num_threads(cfg.num_threads or 1)
     target = cfg.model.load("bfloat16")
-    loaded = data.load_group(config.plain(cfg.data), target)
+    loaded = cfg.data.load(target)
     for note in loaded.notes:
         console.show(f"note: {note}")
     layers = cfg.layer_ids if cfg.layer_ids is not None else Architecture().layers(target.num_layers)

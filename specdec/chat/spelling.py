@@ -1,7 +1,7 @@
 """A conversation in the spelling that a chat template shows.
 
 Templates differ in the form of a tool call (arguments as a mapping or as JSON text, an empty content as "" or null) and in the
-fields that they read. The form is found by rendering: a message or a call of which a change leaves the rendering as it is is
+fields that they read. The form is found by rendering: if a change of a message or a call leaves the rendering as it is, it is
 not shown.
 """
 
@@ -200,7 +200,7 @@ def _changed_value(value: Any, text: str) -> Any:
 
 
 def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """The call with other arguments, in the form that its own have: a mapping, or JSON text."""
+    """The call with other arguments, in the form that its arguments have: a mapping, or JSON text."""
     if isinstance(call["function"]["arguments"], str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -43,8 +43,10 @@ def method_of(config: dict[str, Any], names: set[str]) -> str:
 
 def proposals(config: dict[str, Any]) -> dict[str, Any]:
     """How the drafter was meant to be used, the first of `speculators_config.proposal_methods`; empty where there is none."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods")
-    return methods[0] if methods else {}
+    section = config.get("speculators_config")
+    methods = section.get("proposal_methods") if isinstance(section, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first if isinstance(first, dict) else {}
 
 
 # ------------------------------------------------------------------------------------------------ read

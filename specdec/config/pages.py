@@ -18,6 +18,7 @@ from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import POLICY_KEYS, SpeculativeConfig, SpeculativePlan
+from specdec.training.data import Loaded, load_for
 from specdec.training.settings import Settings
 
 # ------------------------------------------------------------------------------------------------ values
@@ -172,6 +173,11 @@ class Data(Checked):
     supervise: Literal["generated", "all"]
     held_out: Number
     template_kwargs: Mapping | None
+
+    def load(self, target: CausalLM) -> Loaded:
+        """The samples, tokenized for the target."""
+        settings = self.model_dump(exclude={"name", "held_out"})
+        return load_for(target, **settings)
 
 
 class Features(Checked):

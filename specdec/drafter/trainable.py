@@ -27,11 +27,14 @@ class TrainableDrafter(Protocol):
     """A drafter as `specdec.training` sees it: an nn.Module that computes its loss, from recipe to checkpoint."""
 
     name: ClassVar[str]  # of the method
+    facts: ClassVar[MethodFacts]
     architecture_type: ClassVar[type[Checked]]  # keys of train.drafter
     objective_type: ClassVar[type[Checked]]  # keys of train.objective
     init_type: ClassVar[type[Checked]]  # keys of train.init
     target: CausalLM
     hidden_layers: tuple[int, ...]  # target layers whose states it reads; () reads tokens alone
+
+    def __init__(self, target: CausalLM, model: Checkpoint, num_speculative_tokens: int, **settings: Any): ...
 
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:

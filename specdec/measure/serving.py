@@ -154,9 +154,9 @@ def iterate_steps(
             step = engine.last_step
             record = StepRecord(step_end - begin, step_end - step_begin, len(engine.waiting), engine.num_running)
             if step is not None:
-                record.rows = len(step.drafted_B)
-                record.drafted = int(step.made_B.sum())
-                record.verified = int(step.drafted_B.sum())
+                record.rows = len(step.verified_B)
+                record.drafted = int(step.drafted_B.sum())
+                record.verified = int(step.verified_B.sum())
                 record.accepted = int(step.accepted_B.sum())
                 record.emitted = int(step.emitted_B.sum())
                 record.draft_s = step.draft_s

@@ -7,7 +7,7 @@ With `use_heterogeneous_vocab` the vocabulary may be another one (Timor et al. 2
 drafts the tokens that both have, renormalised, and reads one token for each of the target's, so that positions are the same;
 inside are its own ids, outside the target's (`specdec/drafter/shared_vocab.py`).
 
-Trained, it begins as some layers of the target, or as another LM, and learns what the target said (nll) or its whole law (kl,
+Training starts from some layers of the target, or from another LM, and fits the target's tokens (nll) or its distribution (kl,
 tv, ce). It stays the transformers model that it is: in training another attention object keeps documents apart.
 """
 
@@ -65,14 +65,15 @@ class Architecture(Checked):
 
     def layers_of(self, target: CausalLM) -> list[int]:
         """Ascending ids of the target's layers."""
-        ids, most = self.layer_ids, target.num_layers
+        ids = self.layer_ids
+        num_layers = target.num_layers
         if ids is None:
-            count = self.num_hidden_layers or max(most // 4, 1)
-            if count > most:
-                raise ValueError(f"train.drafter.num_hidden_layers={count}: {target.name} has {most}")
+            count = self.num_hidden_layers or max(num_layers // 4, 1)
+            if count > num_layers:
+                raise ValueError(f"train.drafter.num_hidden_layers={count}: {target.name} has {num_layers}")
             return list(range(count))
-        if not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < most:
-            raise ValueError(f"train.drafter.layer_ids={ids} must be ascending layers of {target.name}, 0..{most - 1}")
+        if not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < num_layers:
+            raise ValueError(f"train.drafter.layer_ids={ids} must be ascending layers of {target.name}, 0..{num_layers - 1}")
         return ids
 
 
@@ -95,12 +96,14 @@ class Objective(OneStepObjective):
 class DraftModel(StatelessProposer, UnrolledDrafter):
     """Settings as in vLLM.
 
-    model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train;
-    draft_sample_method: `greedy` (argmax, at every temperature: the law of the draft is one-hot) or `probabilistic` (drawn at
-    the request's temperature, the law recorded); max_model_len: of the drafter's own context, beyond which a row is not
-    drafted for; use_heterogeneous_vocab: the vocabularies may differ, and what both have is drafted;
-    draft_tensor_parallel_size: 1 (each of the target's processes holds the whole drafter) or the target's (it is cut like the
-    target, the default).
+    model: a directory (a training run's too), a hub id, an embedded name, a loaded model, or a checkpoint to train.
+    draft_sample_method: `greedy` (argmax at every temperature: the draft distribution is one-hot) or `probabilistic` (sampled
+        at the request's temperature, the distribution reported).
+    max_model_len: of the drafter's context, beyond which a row is not drafted for.
+    revision: of a hub id.
+    use_heterogeneous_vocab: the vocabularies may differ, and tokens that both have are drafted.
+    draft_tensor_parallel_size: 1 (each of the target's processes holds the full drafter) or the target's (it is sharded like
+        the target, the default).
     """
 
     name = "draft_model"
@@ -131,9 +134,12 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     ):
         super().__init__()
         check_drafting(num_speculative_tokens, draft_sample_method)
-        self.target, self.shared, self.objective = target, {}, self.objective_type()
+        self.target = target
+        self.shared = {}
+        self.objective = self.objective_type()
         self.num_speculative_tokens = num_speculative_tokens
-        self.probabilistic = self.needs_uniforms = draft_sample_method == "probabilistic"
+        self.probabilistic = draft_sample_method == "probabilistic"
+        self.needs_uniforms = self.probabilistic
         self.vocabulary: shared_vocab.SharedVocab | None = None
         if isinstance(model, Checkpoint):
             if use_heterogeneous_vocab:
@@ -144,7 +150,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
             return
         self.model = model if isinstance(model, CausalLM) else _load(target, model, revision, draft_tensor_parallel_size)
         if use_heterogeneous_vocab:
-            self.vocabulary = shared_vocab.shared(target, self.model)
+            self.vocabulary = shared_vocab.intersect(target, self.model)
         else:
             same_vocabulary(target, self.model.vocab_size, self.model.name, "; or give use_heterogeneous_vocab=true")
             if self.model is not target:
@@ -156,7 +162,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
             )
         self.max_model_len = max_model_len or self.model.max_model_len
         self.cache = self.model.new_cache()
-        # of each row, tokens that the cache holds: committed ones, and draft tokens behind them
+        # of each row, tokens that the cache holds: committed ones, and draft tokens after them
         self.cached_R: dict[int, tuple[int, int]] = {}
 
     # ---------------------------------------------------------------- drafting
@@ -179,61 +185,70 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         self.cache.wipe()
 
     def propose(self, context: Context) -> Draft:
-        rows, draft_B = context.rows, self.draft_lengths(context)
+        rows = context.rows
+        draft_B = self.draft_lengths(context)
         if not draft_B.any():
-            return Draft.empty(len(context.rows), context.last_token_B.device)
-        start_B, missing = self.uncached_tokens(context, draft_B)
-        count_B = np.array([len(tokens) for tokens in missing])
-        token_N = torch.from_numpy(np.concatenate(missing)).to(context.last_token_B.device, non_blocking=True)
+            return Draft.empty(len(rows), context.last_token_B.device)
+        start_B, uncached = self.uncached_tokens(context, draft_B)
+        count_B = np.array([len(tokens) for tokens in uncached])
+        token_N = torch.from_numpy(np.concatenate(uncached)).to(context.last_token_B.device, non_blocking=True)
         sampler = DraftSampler(context, self.probabilistic, self.to_target_vocab)
         for k in range(int(draft_B.max())):
-            # of a row without tokens, logits that nobody reads
+            # the logits of a row without tokens are not read
             logits_BV = self.forward_tokens(rows, token_N, start_B, count_B, (np.cumsum(count_B) - 1).clip(0))
             token_B = sampler.sample(logits_BV)
-            start_B, count_B = start_B + count_B, (draft_B > k + 1).astype(np.int64)
+            start_B = start_B + count_B
+            count_B = (draft_B > k + 1).astype(np.int64)
             token_N = self.to_draft_ids(pack_ragged(token_B.unsqueeze(1), count_B))
         for b in np.flatnonzero(draft_B):
             self.cached_R[rows[b]] = int(context.length_B[b]), int(draft_B[b] - 1)
         return sampler.draft(draft_B)
 
     def draft_lengths(self, context: Context) -> np.ndarray:
-        """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row whose context is used up drafts
-        less, then nothing."""
+        """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row at the end of its context drafts
+        fewer, then none."""
         return np.minimum(context.max_draft_B, np.clip(self.max_model_len - context.length_B + 1, 0, None))
 
     def uncached_tokens(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
-        Of what was written, committed tokens stand, and so do drafts accepted since; the last committed token never was one."""
-        written = np.array([self.cached_R[row] for row in context.rows])
-        num_accepted_prev_B = (
-            0 if context.num_accepted_prev_B is None else np.minimum(written[:, 1], context.num_accepted_prev_B)
-        )
-        start_B = np.minimum(written[:, 0] + num_accepted_prev_B, context.length_B - 1)
+
+        Of what the cache holds, committed tokens are valid, and so are draft tokens accepted since; the last committed token
+        was never drafted."""
+        num_committed_B, num_drafted_B = np.array([self.cached_R[row] for row in context.rows]).T
+        if context.num_accepted_prev_B is not None:
+            num_committed_B = num_committed_B + np.minimum(num_drafted_B, context.num_accepted_prev_B)
+        start_B = np.minimum(num_committed_B, context.length_B - 1)
         return start_B, [
             self.to_draft_ids_host(context.tokens(b)[start_B[b] : None if n else start_B[b]]) for b, n in enumerate(draft_B)
         ]
 
     def forward_tokens(
-        self, rows: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray, keep: np.ndarray
+        self, rows: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray, logits_at_N: np.ndarray
     ) -> Tensor:
-        """Logits [len(keep), V] after the tokens at these places, where each row's tokens lie end to end; where vocabularies
-        differ, of the shared tokens only."""
-        start_R, count_R = np.zeros(rows[-1] + 1, dtype=np.int64), np.zeros(rows[-1] + 1, dtype=np.int64)
-        start_R[rows], count_R[rows] = start_B, count_B
-        logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, logits_at_N=keep).logits
-        return logits_NV if self.vocabulary is None else self.vocabulary.kept(logits_NV)
+        """Logits [len(logits_at_N), V]; where vocabularies differ, of the shared tokens only.
+
+        token_N: the rows' tokens end to end.
+        start_B, count_B: position of each row's first token, and how many there are.
+        logits_at_N: places among the tokens, whose logits are wanted.
+        """
+        start_R = np.zeros(rows[-1] + 1, dtype=np.int64)
+        count_R = np.zeros(rows[-1] + 1, dtype=np.int64)
+        start_R[rows] = start_B
+        count_R[rows] = count_B
+        logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, logits_at_N=logits_at_N).logits
+        return logits_NV if self.vocabulary is None else self.vocabulary.shared_logits(logits_NV)
 
     def to_draft_ids_host(self, target_ids: np.ndarray) -> np.ndarray:
-        """Committed tokens as the drafter knows them."""
+        """Committed tokens in the drafter's vocabulary."""
         return target_ids if self.vocabulary is None else self.vocabulary.to_draft_ids_host(target_ids)
 
     def to_draft_ids(self, token_N: Tensor) -> Tensor:
-        """Likewise on the device, of tokens that it drafted."""
+        """Tokens that it drafted, on the device, in the drafter's vocabulary."""
         return token_N if self.vocabulary is None else self.vocabulary.to_draft_ids(token_N)
 
-    def to_target_vocab(self, drawn_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What was drawn from `forward_tokens`, and its laws, over the target's vocabulary."""
-        return (drawn_N, q_NV) if self.vocabulary is None else self.vocabulary.to_target_vocab(drawn_N, q_NV)
+    def to_target_vocab(self, token_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens sampled from `forward_tokens`, and their distributions, in the target's vocabulary."""
+        return (token_N, q_NV) if self.vocabulary is None else self.vocabulary.to_target_vocab(token_N, q_NV)
 
     # ---------------------------------------------------------------- training
 
@@ -243,34 +258,36 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     def for_training(
         self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False
     ) -> None:
-        """float32 weights that gradients reach. What stays as it is, and an output layer that is the embedding, is no part of
-        the module: it is neither saved with every step nor sent between processes."""
+        """float32 weights that gradients reach. Frozen weights, and an output layer that is the embedding, are no part of the
+        module: they are neither saved with every step nor sent between processes."""
         self.objective = objective
-        embedding, head = self.lm.get_input_embeddings(), self.lm.get_output_embeddings()
-        self.outside: list[Any] = [embedding, head]  # what is in a list is not registered
+        embedding = self.lm.get_input_embeddings()
+        head = self.lm.get_output_embeddings()
+        self.outside: list[Any] = [embedding, head]  # modules in a list are not registered
         self.tied = bool(self.config["hf_config"].get("tie_word_embeddings"))
-        names = [causal_lm.module_name(self.lm, part) for part in self.outside]
+        names = [causal_lm.module_name(self.lm, module) for module in self.outside]
         self.lm.requires_grad_(True)
-        self.scale_draft_logits, bias = None, head.bias
+        self.scale_draft_logits = None
+        bias = head.bias
         if bias is not None or scale_logits(self.lm.config, torch.ones(1))[0] != 1:
             self.scale_draft_logits = lambda logits: scale_logits(self.lm.config, logits if bias is None else logits + bias)
         self.kept: dict[str, Tensor] = {}
-        for name, part in zip(names, self.outside, strict=True):
-            part.requires_grad_(init.train_embedding)
-            if not init.train_embedding or (self.tied and part is head):
-                owner, _, own = name.rpartition(".")
-                setattr(self.lm.get_submodule(owner), own, None)
-                self.kept |= {f"{name}.{key}": tensor for key, tensor in part.state_dict().items()}
+        for name, module in zip(names, self.outside, strict=True):
+            module.requires_grad_(init.train_embedding)
+            if not init.train_embedding or (self.tied and module is head):
+                parent, _, attribute = name.rpartition(".")
+                setattr(self.lm.get_submodule(parent), attribute, None)
+                self.kept |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
         if self.tied:
             self.kept.pop(f"{names[1]}.weight")
-        if bias is not None:  # the loss adds it where no gradient reaches
+        if bias is not None:  # the loss adds it, without a gradient
             bias.requires_grad_(False)
 
     def train(self, mode: bool = True) -> DraftModel:
-        """Without dropout at all times: what a step is does not hang on chance."""
+        """Without dropout at all times, so that a step is deterministic."""
         super().train(mode)
-        for part in self.children():
-            part.eval()
+        for module in self.children():
+            module.eval()
         return self
 
     def heads(self) -> list[Tensor | None]:
@@ -278,22 +295,21 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         return [(embedding if self.tied else head).weight]
 
     def masks(self, count: int) -> Tensor:
-        """[count] tokens for places whose token is not known; a draft model that takes one step has none."""
+        """[count] tokens for places whose token is not known; a draft model that drafts token by token has none."""
         assert not count
         return torch.zeros(0, dtype=torch.int64, device=self.target.device)
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
-        """[A, D] states for the output layer at every step, in one forward: the tokens of the batch, and behind them the mask
-        tokens of step 1, 2, ..."""
+        """[A, D] states for the output layer at every step, in one forward: the tokens of the batch, then the mask tokens of
+        step 1, 2, ..."""
         position_N = block.positions(plan)
         token_N = torch.cat([batch.token_N, self.masks(block.num_masks(plan))])
-        reach = int(position_N.max()) + 1
-        if (limit := longrope_limit(self.lm.config)) is not None and reach > limit:
+        num_positions = int(position_N.max()) + 1
+        if (limit := longrope_limit(self.lm.config)) is not None and num_positions > limit:
             raise ValueError(
-                f"a sample of {reach} tokens is over the {limit} for which the draft model's LongRoPE has one set of factors; "
-                f"give data.max_length={limit}"
+                f"a sample of {num_positions} tokens is over the {limit} for which the draft model's LongRoPE has one set of "
+                f"factors; give data.max_length={limit}"
             )
-
         state_ND = decoder_of(self.lm)(
             inputs_embeds=self.outside[0](token_N).unsqueeze(0), position_ids=self._index(position_N).unsqueeze(0),
             use_cache=False, attention=block.DepthAttention(plan, kernel),
@@ -309,7 +325,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     @classmethod
     def load_checkpoint(cls, target: CausalLM, name: str, revision: str | None) -> Checkpoint:
         checkpoint = causal_lm.load(name, revision, cls.name)
-        if cls is DraftModel:  # what was a parallel one learns to draft token by token
+        if cls is DraftModel:  # a parallel one learns to draft token by token
             checkpoint.config = {k: x for k, x in checkpoint.config.items() if k != "num_depths"} | {"pard_token": None}
         same_vocabulary(target, checkpoint.config["hf_config"]["vocab_size"], name)
         same_tokens(target, lambda: hub.load_tokenizer(causal_lm.find(name, revision)), name, "train one that has the target's")
@@ -321,38 +337,38 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
 
     @classmethod
     def resolve_config(cls, target: CausalLM, architecture: dict[str, Any]) -> dict[str, Any]:
-        """What of a recipe can be held against a model that is there: what was asked for by a value."""
-        asked = cls.architecture_type(**architecture)
-        count = len(asked.layers_of(target)) if asked.layer_ids or asked.num_hidden_layers else None
-        told = {"num_hidden_layers": count, "model": asked.model, "pard_token": getattr(asked, "pard_token", None)}
-        return {key: value for key, value in told.items() if value is not None}
+        """The keys of a recipe that an existing model can be compared with: those that are set."""
+        recipe = cls.architecture_type(**architecture)
+        count = len(recipe.layers_of(target)) if recipe.layer_ids or recipe.num_hidden_layers else None
+        config = {"num_hidden_layers": count, "model": recipe.model, "pard_token": getattr(recipe, "pard_token", None)}
+        return {key: value for key, value in config.items() if value is not None}
 
     @classmethod
     def init_checkpoint(
         cls, target: CausalLM, architecture: dict[str, Any], init: Any, vocab_ids: np.ndarray | None = None, seed: int = 0
     ) -> Checkpoint:
-        """The model to begin with. Nothing of it is random, unless the target is."""
+        """The model to begin with. None of its weights is random, unless the target's are."""
         assert vocab_ids is None, "a draft model has the target's vocabulary"
-        asked = cls.architecture_type(**architecture)
-        if asked.model is not None:
-            checkpoint = cls.load_checkpoint(target, asked.model, asked.revision)
+        recipe = cls.architecture_type(**architecture)
+        if recipe.model is not None:
+            checkpoint = cls.load_checkpoint(target, recipe.model, recipe.revision)
         else:
-            layers = asked.layers_of(target)
+            layers = recipe.layers_of(target)
             dtype = target.dtype if hub.is_random(target.path) else torch.float32
             model = load_weights(target.path, dtype, torch.device("cpu"))
             checkpoint = causal_lm.first_layers(model, layers, cls.name, target.name)
-        if (mask := getattr(asked, "pard_token", None)) is not None:
+        if (mask := getattr(recipe, "pard_token", None)) is not None:
             checkpoint.config["pard_token"] = mask
         return checkpoint
 
     def to_checkpoint(self, tensors: dict[str, Tensor] | None = None) -> Checkpoint:
         """The draft model as a checkpoint. tensors: its state, where that is gathered from several processes."""
-        own = {key.removeprefix("lm."): x for key, x in (self.state_dict() if tensors is None else tensors).items()}
-        whole = {key: tensor.detach().cpu() for key, tensor in (own | self.kept).items()}
-        return Checkpoint(self.name, self.config, {}, whole)
+        state = {key.removeprefix("lm."): x for key, x in (self.state_dict() if tensors is None else tensors).items()}
+        weights = {key: tensor.detach().cpu() for key, tensor in (state | self.kept).items()}
+        return Checkpoint(self.name, self.config, {}, weights)
 
     def write(self, directory: Path, state: dict[str, Tensor], provenance: dict[str, Any], card: str) -> None:
-        """Save this draft model with these weights into a directory that exists and nobody reads yet."""
+        """Save this draft model with these weights into an empty directory."""
         causal_lm.save(directory, self.to_checkpoint(state), self.target.path, provenance, card)
 
 
@@ -365,21 +381,20 @@ def same_vocabulary(target: CausalLM, size: int, name: str, otherwise: str = "")
 
 
 def same_tokens(target: CausalLM, tokenizer: Callable[[], Any], name: str, advice: str) -> None:
-    """`shared_vocab.check_same_tokens` where both have a tokenizer; a model without one is given token ids, and nothing can be
-    compared."""
+    """`shared_vocab.check_same_tokens`, if both have a tokenizer; the vocabularies cannot be compared without."""
     try:
-        own = tokenizer()
+        draft_tokenizer = tokenizer()
         _ = target.tokenizer
     except ValueError:
         return
-    shared_vocab.check_same_tokens(target, own, name, advice)
+    shared_vocab.check_same_tokens(target, draft_tokenizer, name, advice)
 
 
 def _load(target: CausalLM, name: str, revision: str | None, size: int | None = None) -> CausalLM:
-    """The drafter's weights; the target's own, if it is to draft for itself."""
+    """The drafter's weights; the target itself, if that is the drafter."""
     path = causal_lm.find(name, revision)
     processes = SINGLE if size == 1 else target.processes
     if path == target.path and processes.size == target.processes.size:
         return target
-    own = path if Path(name).expanduser().is_dir() else name
-    return CausalLM(own, target.dtype, str(target.device), revision, processes)
+    source = path if Path(name).expanduser().is_dir() else name
+    return CausalLM(source, target.dtype, str(target.device), revision, processes)

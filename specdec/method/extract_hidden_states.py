@@ -24,7 +24,8 @@ from specdec.model.target import CausalLM
 class ExtractHiddenStates(StatelessProposer):
     """Settings as in vLLM, where `shared_storage_path` and `include_output_tokens` belong to the connector.
 
-    draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}; shared_storage_path: the directory;
+    draft_model_config: {"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}.
+    shared_storage_path: the directory.
     include_output_tokens: write the answer too, but for its last token, which the target never processes.
     """
 
@@ -61,7 +62,8 @@ class ExtractHiddenStates(StatelessProposer):
         self.hidden_R: dict[int, list[Tensor]] = {}
 
     def on_start(self, row: int, request: Request) -> None:
-        self.request_R[row], self.hidden_R[row] = request, []
+        self.request_R[row] = request
+        self.hidden_R[row] = []
 
     def catch_up(self, context: Context) -> bool:
         assert context.hidden is not None
@@ -74,25 +76,28 @@ class ExtractHiddenStates(StatelessProposer):
         return Draft.empty(len(context.rows), context.last_token_B.device)
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
-        request, parts = self.request_R.pop(row), [*self.hidden_R.pop(row), *hidden]
+        request = self.request_R.pop(row)
+        hidden = [*self.hidden_R.pop(row), *hidden]
         if request.finish_reason is None or self.writer is None:
-            return  # dropped in the middle
-        tokens, num_prompt = [*request.prompt_token_ids, *request.output_token_ids], len(request.prompt_token_ids)
+            return  # aborted
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        num_prompt = len(request.prompt_token_ids)
         length = len(tokens) - 1 if self.include_output_tokens else num_prompt
         mask_n = np.arange(length) >= num_prompt
         sample = Sample(request.id, np.array(tokens[:length], dtype=np.int64), mask_n)
-        self.writer.add(sample, Features(torch.cat(parts)[:length]))
+        self.writer.add(sample, Features(torch.cat(hidden)[:length]))
 
 
 def _layer_ids(config: Any, target: CausalLM) -> tuple[int, ...]:
+    """The layers of a draft_model_config. Raises ValueError, one line, for what is none."""
     target.check_states()
     key = "eagle_aux_hidden_state_layer_ids"
     inner = config.get("hf_config") if isinstance(config, dict) else None
     if not isinstance(inner, dict) or not isinstance(inner.get(key), list) or not inner[key]:
         example = f'{{"hf_config": {{"{key}": [{target.num_layers}]}}}}'
         raise ValueError(f"draft_model_config={config!r} names no layers; give {example}")
-    for other in {*config, *inner} - {"hf_config", key}:
-        raise ValueError(f"unknown draft_model_config key {other!r}; {nearest(other, ('hf_config', key))}")
+    for unknown in {*config, *inner} - {"hf_config", key}:
+        raise ValueError(f"unknown draft_model_config key {unknown!r}; {nearest(unknown, ('hf_config', key))}")
     for layer in inner[key]:
         if type(layer) is not int or not 0 <= layer <= target.num_layers:
             raise ValueError(f"{key}: layer {layer!r} is outside 0..{target.num_layers}, the layers of {target.name}")

@@ -2,8 +2,8 @@
 
 Looking up is free where the text repeats itself, and a trained drafter is there where it does not. The components decide by
 their own settings which rows they draft for: `prompt_lookup_min` of n-gram drafting, `min_score` of suffix decoding; a row that
-a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the target's
-distribution whatever the components.
+a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the
+target's distribution whatever the components.
 
 A row's later components see nothing of a step. The target's states that they miss are kept here until they draft for the row,
 or are processed meanwhile (`catch_up`) when they become many; tokens are in every context.
@@ -56,9 +56,8 @@ class Hybrid(StatelessProposer):
             name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}" for place, name in enumerate(names)
         )
         self.components: list[Component] = []
-        for place, given in enumerate(proposers):
-            settings = dict(given)
-            name = settings.pop("method")
+        for place, (name, settings) in enumerate(zip(names, proposers, strict=True)):
+            settings = {key: value for key, value in settings.items() if key != "method"}
             try:
                 if settings.get("num_speculative_tokens") is None:
                     proposer = method.build_up_to(num_speculative_tokens, name, target, **settings)
@@ -73,21 +72,23 @@ class Hybrid(StatelessProposer):
 
     @staticmethod
     def assign_model(proposers: list[dict[str, Any]], model: Any | None = None) -> list[dict[str, Any]]:
-        """The proposers' settings without those that are None, the model in the one that takes a model and names none. Raises
-        ValueError if there is none such, or several."""
+        """The proposers' settings without those that are None, `model` in the one that takes a model and names none. Raises
+        ValueError if there is no such proposer, or several."""
         if not proposers:
             raise ValueError("proposers=[]: method 'hybrid' needs at least one; give their methods, in order")
-        assigned = [{key: value for key, value in given.items() if value is not None} for given in proposers]
+        assigned = [{key: value for key, value in settings.items() if value is not None} for settings in proposers]
         if model is None:
             return assigned
 
         def takes_model(name: str | None) -> bool:  # without a method, its model says which it is
             return name not in method.names() or "model" in method.settings(name)
 
-        without = [given for given in assigned if "model" not in given and takes_model(given.get("method"))]
+        without = [settings for settings in assigned if "model" not in settings and takes_model(settings.get("method"))]
         if len(without) != 1:
-            found = f"{len(without)} parts take a model and name none" if without else "no part takes a model and names none"
-            raise ValueError(f"model={model} of method 'hybrid': {found}; write the model into its part")
+            count = f"{len(without)} proposers take" if without else "no proposer takes"
+            raise ValueError(
+                f"model={model} of method 'hybrid': {count} a model without naming one; write the model into its proposer"
+            )
         without[0]["model"] = model
         return assigned
 
@@ -136,8 +137,8 @@ class Hybrid(StatelessProposer):
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
         for component in self.components:
             pending = [states for _, states in component.pending_R.pop(row, [])]
-            own_hidden = [*pending, *map(component.states, hidden)] if component.proposer.hidden_layers else ()
-            component.proposer.on_finish(row, own_hidden)
+            unread = [*pending, *map(component.states, hidden)] if component.proposer.hidden_layers else ()
+            component.proposer.on_finish(row, unread)
 
     def propose(self, context: Context) -> Draft:
         for component in self.components:
@@ -253,10 +254,10 @@ class Component:
     def draft(self, context: Context, place_B: np.ndarray) -> Draft:
         """Its draft for these rows of the context."""
         max_draft = self.proposer.num_speculative_tokens
-        own_context = self._own_context(context, place_B, np.minimum(context.max_draft_B, max_draft))
-        if own_context.uniform_BK is not None:
-            own_context.uniform_BK = own_context.uniform_BK[:, :max_draft]
-        return self.proposer.propose(own_context)
+        inner_context = self._context_for(context, place_B, np.minimum(context.max_draft_B, max_draft))
+        if inner_context.uniform_BK is not None:
+            inner_context.uniform_BK = inner_context.uniform_BK[:, :max_draft]
+        return self.proposer.propose(inner_context)
 
     def catch_up(self, context: Context) -> None:
         """Of rows that it has not drafted for in long the states are processed, or else put into one piece."""
@@ -266,21 +267,21 @@ class Component:
         late = np.flatnonzero(np.array(num_pending) > MAX_PENDING_STATES)
         if not len(late):
             return
-        own_context = self._own_context(context, late, np.zeros_like(context.max_draft_B))
-        if not self.proposer.catch_up(own_context):
-            assert own_context.hidden is not None
-            lengths = own_context.length_B.tolist()
-            for row, length, hidden_NTD in zip(own_context.rows.tolist(), lengths, own_context.hidden, strict=True):
+        inner_context = self._context_for(context, late, np.zeros_like(context.max_draft_B))
+        if not self.proposer.catch_up(inner_context):
+            assert inner_context.hidden is not None
+            lengths = inner_context.length_B.tolist()
+            for row, length, hidden_NTD in zip(inner_context.rows.tolist(), lengths, inner_context.hidden, strict=True):
                 self.pending_R[row] = [(length - 1 - len(hidden_NTD), hidden_NTD)]
 
-    def _own_context(self, context: Context, place_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
+    def _context_for(self, context: Context, place_B: np.ndarray, max_draft_B: np.ndarray) -> Context:
         """These rows of the context, with all states that it has not read, which are read then."""
-        own_context = replace(context, hidden=None, max_draft_B=max_draft_B).select_rows(place_B)
-        rows = own_context.rows.tolist()
-        if own_context.num_accepted_prev_B is not None:
-            own_context.num_accepted_prev_B = np.array([self.num_accepted_prev_R[row] for row in rows])
+        inner_context = replace(context, hidden=None, max_draft_B=max_draft_B).select_rows(place_B)
+        rows = inner_context.rows.tolist()
+        if inner_context.num_accepted_prev_B is not None:
+            inner_context.num_accepted_prev_B = np.array([self.num_accepted_prev_R[row] for row in rows])
         if self.proposer.hidden_layers:
-            own_context.hidden = [torch.cat([states for _, states in self.pending_R[row]]) for row in rows]
+            inner_context.hidden = [torch.cat([states for _, states in self.pending_R[row]]) for row in rows]
             for row in rows:
                 self.pending_R[row] = []
-        return own_context
+        return inner_context

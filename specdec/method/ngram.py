@@ -1,7 +1,7 @@
 """N-gram drafting, also known as prompt lookup (Saxena 2023): what followed the same n tokens before, follows again.
 
-The longest suffix of the tokens so far with n in [prompt_lookup_min, prompt_lookup_max] that stood earlier is looked up, and up
-to K tokens that followed it there are the draft. Of several places the leftmost counts, as in vLLM's `ngram`
+The longest suffix of the tokens so far with n in [prompt_lookup_min, prompt_lookup_max] that occurred earlier is looked up, and
+up to K tokens that followed it there are the draft. Of several places the leftmost counts, as in vLLM's `ngram`
 (`prompt_lookup_latest=true`: the rightmost, as in its newer runner). No match: no draft.
 """
 
@@ -17,8 +17,8 @@ from specdec.core import Context, Draft, MethodFacts, StatelessProposer, draft_f
 class Ngram(StatelessProposer):
     """Settings are those of vLLM. With neither bound both are 5; with one, the other is the same.
 
-    Evidence of a token, from the places where the matched tokens and the draft so far stood before: the log-odds of the share
-    of those after which it came; and how many tokens over 3 the match has.
+    Confidence of a token, from the earlier places where the matched tokens and the draft so far occurred: the log-odds of the
+    share of them that the token followed; and how many tokens over 3 the match has.
     """
 
     name = "ngram"
@@ -34,7 +34,9 @@ class Ngram(StatelessProposer):
     ):
         low, high = check_bounds(num_speculative_tokens, prompt_lookup_min, prompt_lookup_max)
         self.num_speculative_tokens = num_speculative_tokens
-        self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest = low, high, prompt_lookup_latest
+        self.prompt_lookup_min = low
+        self.prompt_lookup_max = high
+        self.prompt_lookup_latest = prompt_lookup_latest
         tokens = np.zeros(2, dtype=np.int64)  # compile now, not in the first measured step
         count_followers(tokens, find_match(tokens, 1, 1, False), 1, 1)
 
@@ -46,17 +48,19 @@ class Ngram(StatelessProposer):
             after = find_match(tokens, self.prompt_lookup_min, self.prompt_lookup_max, self.prompt_lookup_latest)
             drafts.append(tokens[after : after + context.max_draft_B[b]])
             if context.return_confidence:
-                n, count_K, of_K = count_followers(tokens, after, len(drafts[-1]), self.prompt_lookup_max)
-                confidence.append(np.stack([sampling.share_log_odds(count_K, of_K), np.full(len(count_K), n - 3)], 1))
+                n, count_K, total_K = count_followers(tokens, after, len(drafts[-1]), self.prompt_lookup_max)
+                confidence.append(np.stack([sampling.share_log_odds(count_K, total_K), np.full(len(count_K), n - 3)], 1))
         return draft_from_lists(drafts, context.last_token_B.device, confidence if context.return_confidence else None)
 
 
 def check_bounds(num_speculative_tokens: int, low: int | None, high: int | None) -> tuple[int, int]:
-    """The bounds on n that are meant. Raises ValueError for what cannot be."""
+    """The bounds on n, with their defaults. Raises ValueError for impossible ones."""
     if num_speculative_tokens < 1:
         raise ValueError(f"num_speculative_tokens={num_speculative_tokens}: at least 1 is needed; method 'none' drafts nothing")
-    given = [bound for bound in (low, high) if bound is not None] or [5]
-    low, high = given[0] if low is None else low, given[-1] if high is None else high
+    if low is None:
+        low = 5 if high is None else high
+    if high is None:
+        high = low
     if not 1 <= low <= high:
         raise ValueError(f"prompt_lookup_min={low} and prompt_lookup_max={high}: need 1 <= min <= max")
     return low, high
@@ -79,39 +83,45 @@ def find_match(tokens: np.ndarray, low: int, high: int, latest: bool) -> int:
     One pass: at each place, count backwards how long the text agrees with the end of the sequence.
     """
     length = len(tokens)
-    best_n, after = low - 1, length
+    best_n = low - 1
+    after = length
     for end in range(1, length):  # an occurrence ends before `end`, and tokens[end] is what follows it
         n = 0
         while n < high and n < end and tokens[end - 1 - n] == tokens[length - 1 - n]:
             n += 1
         if n > best_n or (latest and n == best_n and n >= low):
-            best_n, after = n, end
+            best_n = n
+            after = end
             if n == high and not latest:
                 break
     return after
 
 
 def count_followers_reference(tokens: np.ndarray, after: int, num_draft: int, high: int) -> tuple[int, list[int], list[int]]:
-    """Of the draft that begins at `after`: how many tokens before it match the last ones (at most `high`); and for each drafted
-    token, after how many of the places where match and draft so far stood it came, and how many of these places there are."""
-    text, draft = tokens.tolist(), tokens[after : after + num_draft].tolist()
+    """Of the draft that begins at `after`: how many tokens before it match the last ones (at most `high`); and for each draft
+    token, how many of the places where match and draft so far occurred it follows, and how many of these places there are."""
+    text = tokens.tolist()
+    draft = text[after : after + num_draft]
     n = next((n for n in range(min(high, after), 0, -1) if text[after - n : after] == text[-n:]), 0)
-    count, of = [], []
+    counts = []
+    totals = []
     for k in range(num_draft):
         sought = text[len(text) - n :] + draft[:k]
-        follow = [text[i + n + k] for i in range(len(text) - n - k) if text[i : i + n + k] == sought]
-        count.append(follow.count(draft[k]))
-        of.append(len(follow))
-    return n, count, of
+        followers = [text[i + n + k] for i in range(len(text) - n - k) if text[i : i + n + k] == sought]
+        counts.append(followers.count(draft[k]))
+        totals.append(len(followers))
+    return n, counts, totals
 
 
 @numba.njit(cache=True)
 def count_followers(tokens: np.ndarray, after: int, num_draft: int, high: int) -> tuple[int, np.ndarray, np.ndarray]:
     """The same in one pass."""
-    length, n = len(tokens), 0
+    length = len(tokens)
+    n = 0
     while n < high and n < after and tokens[after - 1 - n] == tokens[length - 1 - n]:
         n += 1
-    count_K, of_K = np.zeros(num_draft, dtype=np.int64), np.zeros(num_draft, dtype=np.int64)
+    count_K = np.zeros(num_draft, dtype=np.int64)
+    total_K = np.zeros(num_draft, dtype=np.int64)
     for end in range(n, length):
         i = 0
         while i < n and tokens[end - 1 - i] == tokens[length - 1 - i]:
@@ -119,8 +129,8 @@ def count_followers(tokens: np.ndarray, after: int, num_draft: int, high: int) -
         if i < n:
             continue
         for k in range(min(num_draft, length - end)):
-            of_K[k] += 1
+            total_K[k] += 1
             if tokens[end + k] != tokens[after + k]:
                 break
             count_K[k] += 1
-    return n, count_K, of_K
+    return n, count_K, total_K

@@ -1,10 +1,10 @@
-"""What the engine needs of a transformers model, found out by a few tokens at load.
+"""What the engine needs of a transformers model, checked with a few tokens when it is loaded.
 
 Keys and values reach the slot cache through transformers' attention interface, so every layer must call it, exactly once, and
-nothing else may carry one token's content to another. A model that does it another way (a bias on the scores, a mask of its
-own, a recurrent state, positions that it counts itself) would decode garbage without an error. `probe` holds the logits over
-the slot cache against those of transformers' own attention, and on the way learns what no config says reliably: the shapes of
-keys and values, which modules are the decoder layers, and which one is the final norm.
+no other operation may pass information from one token to another. A model that breaks this (a bias on the scores, another mask,
+a recurrent state, positions that it counts itself) would decode garbage without an error. `probe` compares the logits over the
+slot cache with those of transformers' own attention, and on the way learns what no config says reliably: the shapes of keys and
+values, which modules are the decoder layers, and which one is the final norm.
 """
 
 from __future__ import annotations
@@ -25,29 +25,33 @@ from specdec.model.kv import ForwardBatch, SlotCache
 from specdec.model.packed_linear import PackedLinear
 from specdec.model.tensor_parallel import ColumnParallelLinear
 
-ATTENTION, PROBE = "specdec", "specdec_probe"
+ATTENTION = "specdec"
+PROBE = "specdec_probe"
 AttentionInterface.register(ATTENTION, attention_interface)
 
-NUM_TOKENS, NUM_FIRST = 8, 5  # tokens of the probe, and how many of them come in its first forward
+NUM_TOKENS = 8  # of the probe
+NUM_FIRST = 5  # of these, tokens of its first forward
 # arguments of the interface that change nothing
 HARMLESS = {
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
     "logits_to_keep",
 }  # fmt: skip
 ARGUMENT_NAMES = {"s_aux": "attention sinks (s_aux)"}  # what an argument is called, where its name does not say it
-# How far logits may be from transformers' own, as a share of their spread. In float32 rounding makes less than 1e-5 of it for
-# small models, and what is wrong 0.25 and more. In 16 bits rounding makes 0.02, and more where a mixture's router tips over.
-TOLERANCE, TOLERANCE_16_BITS, MOST_16_BITS = 0.01, 0.25, 0.5
+# How far logits may be from transformers' own, as a share of their spread. In float32 rounding makes less than 1e-5 for small
+# models, and an error 0.25 and more. In 16 bits rounding makes 0.02, and more where a mixture's router chooses other experts.
+TOLERANCE = 0.01
+TOLERANCE_16_BITS = 0.25
+MAX_TOLERANCE_16_BITS = 0.5
 
 
 @dataclass
 class Contract:
-    """What the probe found.
+    """What the probe learned.
 
     kv_shapes: heads, width of keys and width of values of each layer, as this process holds them.
     vocab_size: columns of the logits.
     layers: the decoder layers.
-    final_norm: what stands between the last layer and the output layer; the identity if nothing does.
+    final_norm: the module between the last layer and the output layer; the identity if there is none.
     states_error: why hidden states cannot be read, or their logits not be derived; empty if they can.
     """
 
@@ -62,17 +66,19 @@ class Contract:
 class Probe:
     """Records and checks every call of the attention interface, and makes room for its layer in a cache.
 
+    cache: where keys and values go.
+    max_positions: how long a row may become.
+    calls: layers, in the order of their calls.
     masks: by address, a mask that transformers made, and its rule.
-    most_positions: how long a row may become.
     """
 
     cache: SlotCache
     calls: list[int] = field(default_factory=list)
     masks: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
-    most_positions: int = 2**31
+    max_positions: int = 2**31
 
     def mask(self, **arguments: Any) -> Tensor:
-        """Stands in for transformers' making of masks: keeps the rule."""
+        """Replaces transformers' function that makes masks: keeps the rule."""
         shape = arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"]
         mask = torch.zeros(shape, dtype=arguments.get("dtype", torch.float32), device=self.cache.device)
         self.masks[mask.data_ptr()] = mask, arguments["mask_function"]
@@ -136,8 +142,8 @@ class Probe:
         self.cache.set_layer(layer, (key.shape[1], key.shape[3], value.shape[3]))
 
     def _check_mask(self, rule: Any, sliding_window: int | None, module: nn.Module) -> None:
-        """The rule of the mask must be the slot cache's: what is not later, and not further back than the window."""
-        last = min(self.most_positions, 2**31) - 1
+        """The rule of the mask must be that of the slots: keys not later, and not further back than the window."""
+        last = min(self.max_positions, 2**31) - 1
         steps = [0, *(2**i for i in range(31)), *([] if sliding_window is None else [sliding_window - 1, sliding_window])]
         pairs = [(q, q + sign * step) for q in (0, last // 3, last) for step in steps for sign in (-1, 1)]
         pairs = [pair for pair in pairs if 0 <= pair[1] <= last]
@@ -162,27 +168,28 @@ class Probe:
 
 
 def probe(
-    model: Any, dtype: torch.dtype, device: torch.device, cap: Callable[[Tensor], Tensor], most_positions: int = 2**31
+    model: Any, dtype: torch.dtype, device: torch.device, scale: Callable[[Tensor], Tensor], max_positions: int = 2**31
 ) -> Contract:
-    """Hold a loaded model to the contract. Its attention implementation is `ATTENTION`, before and after.
+    """Check a loaded model. Its attention implementation is `ATTENTION`, before and after.
 
     dtype, device: of keys and values.
-    cap: what the architecture does to the output layer's result.
-    most_positions: how long a row may become.
+    scale: what the architecture does to the output layer's result.
+    max_positions: how long a row may become.
     Raises UnsupportedModel with the reason.
     """
     config = model.config.get_text_config()
-    loud = transformers_logging.get_verbosity()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     cache = SlotCache([], dtype, device)
     cache.reserve(2, NUM_TOKENS)
-    recorder = Probe(cache, most_positions=most_positions)
+    recorder = Probe(cache, max_positions=max_positions)
     AttentionInterface.register(PROBE, recorder.attention)
     AttentionMaskInterface.register(PROBE, recorder.mask)
     token_N = torch.tensor(_tokens(config), device=device)
 
     def compare(logits_NV: Tensor, expected_NV: Tensor, why: str) -> None:
-        gap, exact = _gap(logits_NV, expected_NV), dtype == torch.float32
+        gap = _gap(logits_NV, expected_NV)
+        exact = dtype == torch.float32
         near = gap <= (TOLERANCE if exact else TOLERANCE_16_BITS)
         if not near and (exact or not gap <= _rounding(model, token_N)):
             raise UnsupportedModel(f"its logits differ by {gap:.0%} from those of transformers' own attention: {why}")
@@ -202,7 +209,7 @@ def probe(
                     f"its logits are {first.shape[-1]} wide, and its config has vocab_size={config.vocab_size}"
                 )
             _use(model, ATTENTION)
-            # the first row goes on from its cache, the second begins beside it; of some tokens nobody wants logits
+            # the first row goes on from its cache, the second begins beside it; logits of some tokens only
             later = forward(
                 [NUM_FIRST, 0], [NUM_TOKENS - NUM_FIRST, NUM_TOKENS], logits_at_N=np.arange(1, 2 * NUM_TOKENS - NUM_FIRST)
             )
@@ -210,14 +217,14 @@ def probe(
             compare(first, reference[:NUM_FIRST], "its attention or its positions are made of more than the engine gives it")
             again = torch.cat([reference[NUM_FIRST:], reference])[1:]
             compare(later, again, "it counts positions, or keeps a state, by itself")
-            norm, states_error = trace.between(layers, first, cap, config.hidden_size)
+            norm, states_error = trace.final_norm(layers, first, scale, config.hidden_size)
         return Contract(cache.layers, first.shape[-1], layers, norm, states_error)
     except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model does with arguments that it does not know
         raise UnsupportedModel(f"a forward of the engine fails ({first_line(error)})") from None
     finally:
-        transformers_logging.set_verbosity(loud)
+        transformers_logging.set_verbosity(verbosity)
 
 
 def call(model: Any, token_N: Tensor, batch: ForwardBatch) -> Tensor:
@@ -253,7 +260,7 @@ def _use(model: Any, implementation: str) -> None:
 
 
 def _tokens(config: Any) -> list[int]:
-    """Ids from all over the vocabulary, without those that have a part to play (some models count positions by the padding)."""
+    """Ids from all over the vocabulary, without special ones (some models count positions by the padding)."""
     special: set[int | None] = set()
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = getattr(config, key, None)
@@ -263,7 +270,7 @@ def _tokens(config: Any) -> list[int]:
 
 
 def _layers(model: Any, calls: list[int]) -> nn.ModuleList | None:
-    """Every layer once, in the list of them; None if they lie elsewhere."""
+    """The list of decoder layers, each of which is called once; None if they are not in one list."""
     if not calls:
         raise UnsupportedModel("none of its layers calls transformers' attention interface")
     for layer in calls:
@@ -279,26 +286,27 @@ def _layers(model: Any, calls: list[int]) -> nn.ModuleList | None:
 
 
 def layers_of(model: Any, num_layers: int) -> nn.ModuleList | None:
-    """The list of decoder layers: its place i holds the attention of layer i, and so for all of them."""
+    """The list of decoder layers: the i-th has the attention of layer i, for every i."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            numbers = [{getattr(part, "layer_idx", None) for part in child.modules()} - {None} for child in module]
+            numbers = [{getattr(inner, "layer_idx", None) for inner in child.modules()} - {None} for child in module]
             if all(number == {i} for i, number in enumerate(numbers)):
                 return module
     return None
 
 
 def decoder_of(model: Any) -> Any:
-    """What makes the states that the output layer reads."""
+    """The module that makes the states that the output layer reads."""
     decoder = model.get_decoder()
     return model.model if decoder is model else decoder
 
 
 def _gap(logits_NV: Tensor, expected_NV: Tensor) -> float:
-    """How far logits are from the expected ones, as a share of the spread of those. Raises UnsupportedModel if those are not
+    """How far logits are from the expected ones, as a share of the spread of these. Raises UnsupportedModel if these are not
     finite."""
-    logits_NV, expected_NV = logits_NV.double(), expected_NV.double()
-    masked_NV = expected_NV < -1e9  # tokens that a model never says
+    logits_NV = logits_NV.double()
+    expected_NV = expected_NV.double()
+    masked_NV = expected_NV < -1e9  # tokens that the model never predicts
     if not expected_NV.masked_fill(masked_NV, 0.0).isfinite().all() or masked_NV.all(-1).any():
         raise UnsupportedModel("its logits are not finite (nan or inf); use another dtype, or fetch the model again")
     logits_NV = logits_NV.masked_fill(masked_NV & (logits_NV < -1e9), 0.0)
@@ -308,13 +316,12 @@ def _gap(logits_NV: Tensor, expected_NV: Tensor) -> float:
 
 
 def _rounding(model: Any, token_N: Tensor) -> float:
-    """What rounding may make of the logits in 16 bits, where it makes much: twice what it makes between two attentions of
-    transformers' own."""
+    """The gap that rounding in 16 bits may make: twice that between two attention implementations of transformers."""
     try:
-        between = _gap(_reference(model, token_N, "sdpa"), _reference(model, token_N, "eager"))
+        gap = _gap(_reference(model, token_N, "sdpa"), _reference(model, token_N, "eager"))
     except ValueError:  # a model that has one of them only
         return 0.0
-    return min(2 * between, MOST_16_BITS)
+    return min(2 * gap, MAX_TOLERANCE_16_BITS)
 
 
 class ModuleTrace:
@@ -329,7 +336,7 @@ class ModuleTrace:
     def __enter__(self) -> ModuleTrace:
         try:
             self.head = self.model.get_output_embeddings()
-        except Exception:  # some classes have none, and say so by an error
+        except Exception:  # some classes have none, and raise
             self.head = None
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -343,8 +350,8 @@ class ModuleTrace:
         for hook in self.hooks:
             hook.remove()
 
-    def between(
-        self, layers: nn.ModuleList | None, logits_NV: Tensor, cap: Callable[[Tensor], Tensor], width: int
+    def final_norm(
+        self, layers: nn.ModuleList | None, logits_NV: Tensor, scale: Callable[[Tensor], Tensor], width: int
     ) -> tuple[nn.Module | None, str]:
         """The module between the last layer and the output layer; or None, and why there is none to read states by."""
         if layers is None:
@@ -360,27 +367,29 @@ class ModuleTrace:
                 return None, "what passes between its decoder layers is not one state per token"
         if not isinstance(self.head, nn.Linear | PackedLinear | ColumnParallelLinear) or self.head not in order:
             return None, "it has no output layer that is a linear one"
-        last, read = self.records[places[-1]][2], self.records[order.index(self.head)][1]
+        last = self.records[places[-1]][2]
+        read = self.records[order.index(self.head)][1]
         assert last is not None
         candidates: list[nn.Module] = [nn.Identity()] if _same(last, read) else []
         for module, before, after in self.records[places[-1] + 1 :]:
             if module is not self.head and _same(before, last) and _same(after, read):
                 candidates.append(module)
         for module in candidates:
-            derived, given = cap(self.head(module(last)))[0].float(), logits_NV.float()  # some models widen their logits
-            if torch.allclose(derived, given, rtol=2e-2, atol=2e-2 * float(given.abs().max())):
+            derived_NV = scale(self.head(module(last)))[0].float()
+            expected_NV = logits_NV.float()  # some models return wider ones than they compute
+            if torch.allclose(derived_NV, expected_NV, rtol=2e-2, atol=2e-2 * float(expected_NV.abs().max())):
                 return module, ""
         return None, "its logits do not follow from the last layer's states by a final norm and the output layer"
 
 
 def entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The states that a module is given."""
+    """The states that enter a module."""
     states = args[0] if args else kwargs.get("hidden_states")
     return states if isinstance(states, Tensor) else None
 
 
 def leaving(out: Any) -> Tensor | None:
-    """The states that leave it."""
+    """The states that leave a module."""
     states = out[0] if isinstance(out, tuple) and out else out
     return states if isinstance(states, Tensor) else None
 

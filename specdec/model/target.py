@@ -1,7 +1,7 @@
 """A Hugging Face causal LM over a slot cache: the target of every method, and the drafter of `draft_model`.
 
-`forward` takes ragged rows laid end to end and returns logits and tapped hidden states. This file, `contract.py` and `kv.py`
-are the only ones that know transformers' model interface.
+`forward` takes ragged rows laid end to end and returns logits and tapped hidden states. This file, `contract.py` and
+`attention.py` are the only ones that know transformers' model interface.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class Output:
-    """logits: [N, V], or [B, V] when only each row's last token was asked for. hidden: [N, T, D] of the tapped layers."""
+    """What a forward returns.
+
+    logits: [N, V], or [B, V] of each row's last token if `last_only`, or of the tokens at `logits_at_N`.
+    hidden_NTD: states of the tapped layers, of all tokens.
+    """
 
     logits: Tensor
     hidden_NTD: Tensor | None = None
@@ -68,11 +72,15 @@ class CausalLM:
     """Weights, tokenizer and the facts about them that decoding needs.
 
     name: a local directory, a hub id, or the name of an embedded model (`specdec.hub`).
-    dtype, device: chosen as `choose_dtype` and `choose_device` say, unless given. processes: among which the weights are cut,
-    each with its own device; logits and hidden states are whole in all of them, keys and values are not.
-    Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that the slot cache serves.
+    dtype, device: unless given, of `choose_dtype` and `choose_device`.
+    revision: of a hub id.
+    processes: that the weights are sharded among, each with its own device. All of them have all logits and hidden states, and
+        each has the keys and values of its heads.
 
-    max_model_len: most tokens of a row; max_model_len_reason: the reason, where the model itself goes on further.
+    max_model_len: most tokens of a row.
+    max_model_len_reason: why, where the model itself has no such limit.
+
+    Raises ValueError, one line, for what is not a model, not readable, or not of an architecture that the slot cache serves.
     """
 
     processes: ProcessGroup = SINGLE
@@ -87,7 +95,8 @@ class CausalLM:
         revision: str | None = None,
         processes: ProcessGroup = SINGLE,
     ):
-        self.name, self.processes = str(name), processes
+        self.name = str(name)
+        self.processes = processes
         self.device = processes.device or choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
         with processes.one_at_a_time():
@@ -101,7 +110,7 @@ class CausalLM:
         if (original := longrope_limit(self.config)) is not None and original < self.max_model_len:
             self.max_model_len = original
             self.max_model_len_reason = (
-                "; beyond them a LongRoPE model turns all positions of a forward by other factors, so a row would depend on "
+                "; beyond them a LongRoPE model rotates all positions of a forward by other factors, so a row would depend on "
                 "its batch mates"
             )
         self.contract = check_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
@@ -127,11 +136,11 @@ class CausalLM:
         """Parameters read by one forward (tied embeddings count once)."""
         return hub.num_parameters(self.config)
 
-    # ---------------------------------------------------------------- parts that a drafter shares, and training reads
+    # ---------------------------------------------------------------- modules that drafters share and training reads
 
     @property
     def embedding(self) -> torch.nn.Module:
-        """Token ids to what enters layer 0 (with the scale, where the embedding module has one)."""
+        """Token ids to the input of layer 0 (with the scale, where the embedding module has one)."""
         return self.model.get_input_embeddings()
 
     @property
@@ -143,14 +152,14 @@ class CausalLM:
 
     @property
     def final_norm(self) -> torch.nn.Module:
-        """What stands between the last layer and the output layer."""
+        """The module between the last layer and the output layer."""
         self.check_states()
         assert self.contract.final_norm is not None
         return self.contract.final_norm
 
     @property
     def not_finite_message(self) -> str:
-        """A line about logits that hold nan or inf."""
+        """The end of an error line about logits that hold nan or inf."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"the logits of {self.name} are not finite (nan or inf) in {dtype}; use another dtype, or fetch the model again"
 
@@ -180,7 +189,7 @@ class CausalLM:
         return weight.detach()[token_ids], None if head.bias is None else head.bias.detach()[token_ids]
 
     def scale_logits(self, logits: Tensor) -> Tensor:
-        """What the architecture does to the output layer's result (Gemma 2 caps, Cohere and Granite scale)."""
+        """What the architecture does to the output layer's result (Gemma 2 bends it, Cohere and Granite scale it)."""
         return scale_logits(self.config, logits)[0]
 
     @torch.inference_mode()
@@ -189,15 +198,14 @@ class CausalLM:
         return self.scale_logits(self.model.get_output_embeddings()(self.final_norm(hidden_ND)))
 
     def kv_shapes(self) -> list[tuple[int, ...]]:
-        """What a slot cache of the whole model holds for every layer: heads, width of keys and of values (MLA's compressed ones
-        are kept as the heads see them)."""
-        size, share = self.processes.size, 1
-        if size > 1 and tensor_parallel.shards_heads(tensor_parallel.plan_of(self.model.config, size)):
-            share = size
-        return [(heads * share, *widths) for heads, *widths in self.contract.kv_shapes]
+        """Of every layer, what a slot cache of all processes holds: heads, width of keys and of values. MLA's keys and values
+        are kept as the heads see them."""
+        size = self.processes.size
+        is_sharded = size > 1 and tensor_parallel.shards_heads(tensor_parallel.plan_of(self.model.config, size))
+        return [(heads * size if is_sharded else heads, *widths) for heads, *widths in self.contract.kv_shapes]
 
     def new_cache(self) -> SlotCache:
-        """For this process's own heads, where those are cut among several."""
+        """A cache for this process's heads."""
         return SlotCache(self.contract.kv_shapes, self.dtype, self.device)
 
     def plan(
@@ -271,12 +279,13 @@ class CausalLM:
         return Output(out.logits, torch.cat(hidden) if hidden else None)
 
     def _tap(self, layers: tuple[int, ...]) -> None:
-        """Hooks that keep what enters the layers asked for (and only those)."""
+        """Put hooks on these layers and no others; they keep the layers' inputs in `_taps`."""
         if set(self._hooks) == set(layers):
             return
         for hook in self._hooks.values():
             hook.remove()
-        self._hooks, self._taps = {}, {}
+        self._hooks = {}
+        self._taps = {}
         for layer in set(layers):
             if not 0 <= layer <= self.num_layers:
                 raise ValueError(f"hidden layer {layer} is outside 0..{self.num_layers} of {self.name}")
@@ -294,34 +303,39 @@ class CausalLM:
 
 
 def scale_logits(config: Any, logits: Tensor) -> tuple[Tensor, Tensor | float]:
-    """What an architecture does to the output layer's result, and the slope of that."""
+    """What an architecture does to the output layer's result, and the derivative of that."""
     slope: Tensor | float = 1.0
     for factor in (getattr(config, "logit_scale", None), 1 / (getattr(config, "logits_scaling", None) or 1)):
         if factor and factor != 1:
-            logits, slope = logits * factor, slope * factor
-    if limit := getattr(config, "final_logit_softcapping", None):
-        bent = torch.tanh(logits / limit)
-        logits, slope = bent * limit, slope * (1 - bent * bent)
+            logits = logits * factor
+            slope = slope * factor
+    if softcap := getattr(config, "final_logit_softcapping", None):
+        bent = torch.tanh(logits / softcap)
+        logits = bent * softcap
+        slope = slope * (1 - bent * bent)
     return logits, slope
 
 
 def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes: ProcessGroup = SINGLE) -> Any:
-    """The transformers model of a directory, for inference, reading only JSON and safetensors. Of several processes each has
-    its part on its device; the whole passes through the memory of the CPU. Raises ValueError, one line, for what cannot be
-    read, and for weights that are not the model's: missing ones, integers for numbers, nan and inf."""
+    """The transformers model of a directory, for inference, reading only JSON and safetensors.
+
+    processes: each gets its shard on its device; the full weights pass through the memory of the CPU.
+    Raises ValueError, one line, for what cannot be read, and for weights that are not the model's: missing ones, integers where
+    it has numbers, nan and inf.
+    """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"{path}: config.json cannot be read ({first_line(error)})") from None
-    _refuse_what_cannot_roll_back(path, config)
+    _check_can_roll_back(path, config)
     plan = tensor_parallel.plan_of(config, processes.size) if processes.size > 1 else None
     if hub.is_random(path):
         with torch.random.fork_rng(), device if plan is None else torch.device("cpu"):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     else:
-        loud = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # what is wrong is said below, in one line
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # the errors below say it in one line
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -332,26 +346,27 @@ def load_weights(path: Path, dtype: torch.dtype, device: torch.device, processes
                 output_loading_info=True,
             )
         except Exception as error:
-            _refuse_what_cannot_be_made(path, config)
+            _check_can_be_built(path, config)
             raise ValueError(f"{path}: the weights cannot be read ({first_line(error)}); fetch the model again") from None
         finally:
-            transformers_logging.set_verbosity(loud)
-        model, told = loaded
-        if told["missing_keys"]:  # transformers would leave them random
-            raise ValueError(f"{path}: the weights lack {sorted(told['missing_keys'])[0]!r}; fetch the model again")
+            transformers_logging.set_verbosity(verbosity)
+        model, loading_info = loaded
+        if loading_info["missing_keys"]:  # transformers would leave them random
+            raise ValueError(f"{path}: the weights lack {sorted(loading_info['missing_keys'])[0]!r}; fetch the model again")
         _check_weights(model, path)
     if plan is not None:
         tensor_parallel.shard(model, plan, processes)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
+def _check_can_roll_back(path: Path, config: Any) -> None:
+    """Raise ValueError, one line, for layers that keep more of a rejected token than K and V in its slot."""
     text = config.get_text_config()
-    foreign = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if foreign or getattr(config, "is_encoder_decoder", False):
-        what = ", ".join(sorted(foreign)) or "an encoder"
+    other_types = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other_types or getattr(config, "is_encoder_decoder", False):
+        names = ", ".join(sorted(other_types)) or "an encoder"
         raise ValueError(
-            f"{path}: model_type {config.model_type!r} has {what}, which attends in another way, or keeps a state that cannot "
+            f"{path}: model_type {config.model_type!r} has {names}, which attends in another way, or keeps a state that cannot "
             "be rolled back to before a rejected draft; use a model with layers of full or sliding attention only"
         )
     if getattr(text, "attn_temperature_tuning", None) and 0 in (getattr(text, "no_rope_layers", None) or []):
@@ -361,8 +376,8 @@ def _refuse_what_cannot_roll_back(path: Path, config: Any) -> None:
         )
 
 
-def _refuse_what_cannot_be_made(path: Path, config: Any) -> None:
-    """The part of a failure to load that no other copy of the weights would mend."""
+def _check_can_be_built(path: Path, config: Any) -> None:
+    """Raise ValueError, one line, for a failure to load that no other copy of the weights would mend."""
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
@@ -377,11 +392,13 @@ def _check_weights(model: Any, path: Path) -> None:
     """Raise ValueError, one line, for nan, inf, and integers in the file of what are numbers in the model."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as inside:
-            for key in sorted(inside.keys()):  # some are renamed, or fused, as they are read
-                number = tensors[key].is_floating_point() if key in tensors else key.endswith("weight")
-                if number and not (kind := inside.get_slice(key).get_dtype()).startswith(("F", "BF")):
-                    raise ValueError(f"{file}: {key} is of type {kind}, and the model has numbers there; fetch the model again")
+        with safe_open(file, framework="pt") as opened:
+            for key in sorted(opened.keys()):  # some are renamed, or fused, as they are read
+                is_number = tensors[key].is_floating_point() if key in tensors else key.endswith("weight")
+                if is_number and not (dtype := opened.get_slice(key).get_dtype()).startswith(("F", "BF")):
+                    raise ValueError(
+                        f"{file}: {key} is of type {dtype}, and the model has numbers there; fetch the model again"
+                    )
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -391,25 +408,25 @@ def _check_weights(model: Any, path: Path) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether it holds no nan and no inf; also of types of 8 bits, of which torch cannot say it."""
+    """Whether it holds no nan and no inf; also of 8-bit types, which `torch.isfinite` does not take."""
     if not tensor.is_floating_point():
         return True
     if not tensor.numel():
         return True
     tensor = tensor.detach()
     # one pass over the memory, 25 times as fast as `isfinite().all()` on a CPU; both are nan if anything is
-    least, most = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
-    return bool(least.isfinite() & most.isfinite())
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
+    return bool(low.isfinite() & high.isfinite())
 
 
-def check_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.device, most_positions: int = 2**31) -> Contract:
-    """What a probe of a loaded model finds. Raises ValueError, one line, for one that the slot cache cannot serve."""
+def check_contract(model: Any, path: Path, dtype: torch.dtype, device: torch.device, max_positions: int = 2**31) -> Contract:
+    """The contract of a loaded model, by a probe. Raises ValueError, one line, for one that the slot cache cannot serve."""
 
-    def cap(logits: Tensor) -> Tensor:
+    def scale(logits: Tensor) -> Tensor:
         return scale_logits(model.config.get_text_config(), logits)[0]
 
     try:
-        return contract.probe(model, dtype, device, cap, most_positions)
+        return contract.probe(model, dtype, device, scale, max_positions)
     except UnsupportedModel as error:
         remedy = "" if "; use " in str(error) else "; use a model of another type"
         raise ValueError(f"{path}: model_type {model.config.model_type!r} cannot be decoded here: {error}{remedy}") from None
@@ -422,12 +439,12 @@ def longrope_limit(config: Any) -> int | None:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
-    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if kind.get("rope_type") in ("longrope", "su") and any(
-            kind.get(f"short_{what}") != kind.get(f"long_{what}") for what in ("factor", "mscale")
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") in ("longrope", "su") and any(
+            settings.get(f"short_{key}") != settings.get(f"long_{key}") for key in ("factor", "mscale")
         ):
             limits.append(
-                kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+                settings.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
             )
     return min((limit for limit in limits if limit), default=None)
 

@@ -65,9 +65,9 @@ class CostTable:
 
     def step(self, step: Step) -> float:
         """Seconds of a step that was decoded."""
-        rows = len(step.drafted_B)
-        model_drafted_B = step.made_B if step.num_model_drafted_B is None else step.num_model_drafted_B
-        return self.draft(model_drafted_B) + float(self.verify(rows, rows + step.drafted_B.sum()))
+        rows = len(step.verified_B)
+        model_drafted_B = step.drafted_B if step.num_model_drafted_B is None else step.num_model_drafted_B
+        return self.draft(model_drafted_B) + float(self.verify(rows, rows + step.verified_B.sum()))
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps({"format": FORMAT, "format_version": 1, **asdict(self)}, indent=1) + "\n")

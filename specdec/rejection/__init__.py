@@ -1,9 +1,9 @@
 """Rejection schemes: each file is one scheme, named as vLLM's `rejection_sample_method`.
 
-A file has `lossless` (does the output keep the target's law?), `keyed_by` ("step" or "position": what its uniforms are
-a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. `u[:, :K]` decide acceptance at
-draft positions 0..K-1 and `u[:, K]` samples the extra token by inverse CDF; a row's own draft length counts.
-A file may have `check(num_speculative_tokens, **params)`, which refuses bad parameters before a run.
+A file has `lossless` (whether the output has the target's distribution), `keyed_by` ("step" or "position": what its uniforms
+are a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. `u[:, :K]` decide acceptance at
+draft positions 0..K-1 and `u[:, K]` samples the extra token by inverse CDF, whatever the row's own draft length is. A file may
+have `check(num_speculative_tokens, **params)`, which refuses bad parameters before a run.
 """
 
 from __future__ import annotations

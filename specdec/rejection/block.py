@@ -1,10 +1,10 @@
-"""Block verification (Sun et al. 2403.10444): the prefix is judged as a whole, so more of it stands than under `standard`.
+"""Block verification (Sun et al. 2403.10444): draft tokens are verified jointly, so more are accepted than under `standard`.
 
 P_0 = 1 and P_i = min(P_{i-1} p_i(x_i) / q_i(x_i), 1). With R_i = sum_y max(P_i p(y | x_<=i) - q(y | x_<=i), 0),
 h_i = R_i / (R_i + 1 - P_i) inside the draft (0/0 counts as 1) and h = P at its last position. The accepted length is the
 *last* i with u_i < h_i, and the residual after it is max(P_i p - q, 0).
 
-For deterministic drafts the law of everything is that of `standard`: it pays only with
+For deterministic drafts acceptance has the same distribution as under `standard`: it pays only with
 `draft_sample_method="probabilistic"` at a temperature above 0.
 """
 
@@ -22,12 +22,19 @@ keyed_by = "step"
 
 
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
-    """draft: token_BK, q_BKV or None; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossless."""
+    """Lossless.
+
+    draft: token_BK, and q_BKV or None.
+    p_BJV: target probabilities, J = K + 1.
+    u_BJ: uniforms, float64.
+    """
     require_chain(draft, "rejection scheme block")
     num_rows = p_BJV.shape[0]
     num_draft = p_BJV.shape[1] - 1
     length_B = draft.length_B.to(p_BJV.device)
-    p_BK, q_BK, live_BK = target_p(draft, p_BJV), draft_q(draft, p_BJV), live(draft, p_BJV)
+    p_BK = target_p(draft, p_BJV)
+    q_BK = draft_q(draft, p_BJV)
+    live_BK = live(draft, p_BJV)
     ratio_BK = torch.where(q_BK > 0, p_BK / q_BK, torch.where(p_BK > 0, torch.inf, 0.0))
 
     prefix_B = torch.ones(num_rows, dtype=torch.float64, device=p_BJV.device)  # P_i
@@ -39,8 +46,8 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         threshold_B = prefix_B
         if i < num_draft:
             mass_B = _residual_mass(draft, p_BJV, p_BK, prefix_B, i)
-            whole_B = mass_B + 1 - prefix_B
-            inside_B = torch.where(whole_B > 0, mass_B / whole_B, 1.0)
+            total_B = mass_B + 1 - prefix_B
+            inside_B = torch.where(total_B > 0, mass_B / total_B, 1.0)
             threshold_B = torch.where(i < length_B, inside_B, prefix_B)
         accept_B = live_BK[:, i - 1] & (u_BJ[:, i - 1] < threshold_B)
         num_accepted_B = torch.where(accept_B, i, num_accepted_B)

@@ -1,4 +1,4 @@
-"""Match: sample y_i from the target at every position, accept while the draft says the same, end with the first y that differs.
+"""Match: sample y_i from the target at every position, accept while the draft has the same token, then emit the first other.
 
 The uniforms are keyed by (seed, absolute position), so with the same seed the output equals plain sampling token for token,
 whatever the drafter: losslessness at a temperature above 0 as an exact test. Acceptance is sum p q per position for
@@ -17,12 +17,17 @@ keyed_by = "position"
 
 
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
-    """draft: token_BK; p_BJV: target laws, J = K + 1; u_BJ: uniforms by absolute position, float64. Lossless."""
+    """Lossless.
+
+    draft: token_BK.
+    p_BJV: target probabilities, J = K + 1.
+    u_BJ: uniforms by absolute position, float64.
+    """
     return compare(draft, inverse_cdf(p_BJV, u_BJ))
 
 
 def compare(draft: Draft, y_BJ: Tensor) -> Verdict:
-    """Judge a draft by the target's own tokens. With y the argmax, this is greedy verification under any lossless scheme."""
+    """Accept what equals the target's own tokens. With y the argmax, this is greedy verification under any lossless scheme."""
     require_chain(draft, "rejection scheme match")
     num_draft = y_BJ.shape[1] - 1
     position = y_BJ.new_ones(num_draft).cumsum(0) - 1

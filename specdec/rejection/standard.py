@@ -1,7 +1,7 @@
 """Standard rejection sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318).
 
-Token x_i stands iff u_i < min(1, p_i(x_i) / q_i(x_i)); the first rejection stops, and the extra token comes from
-norm(max(p - q, 0)) there, or from p if all stood. A deterministic draft has a one-hot q: accept with p(x), and the
+Token x_i is accepted iff u_i < min(1, p_i(x_i) / q_i(x_i)); the first rejection stops, and the extra token comes from
+norm(max(p - q, 0)) there, or from p if all were accepted. A deterministic draft has a one-hot q: accept with p(x), and the
 residual is p without x.
 """
 
@@ -18,7 +18,12 @@ keyed_by = "step"
 
 
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
-    """draft: token_BK, q_BKV or None; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossless."""
+    """Lossless.
+
+    draft: token_BK, and q_BKV or None.
+    p_BJV: target probabilities, J = K + 1.
+    u_BJ: uniforms, float64.
+    """
     require_chain(draft, "rejection scheme standard")
     num_positions = p_BJV.shape[1] - 1
     accept_BK = live(draft, p_BJV) & (u_BJ[:, :num_positions] * draft_q(draft, p_BJV) < target_p(draft, p_BJV))
@@ -26,7 +31,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
 
 
 def settle(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor) -> Verdict:
-    """Count the accepted prefix and draw the extra token after it."""
+    """Count the accepted prefix and sample the extra token after it."""
     num_accepted_B = accept_BK.long().cumprod(-1).sum(-1)
     return Verdict(num_accepted_B, inverse_cdf(residual(draft, p_BJV, num_accepted_B), u_BJ[:, -1]))
 
@@ -55,7 +60,7 @@ def draft_q(draft: Draft, p_BJV: Tensor) -> Tensor:
 
 
 def residual(draft: Draft, p_BJV: Tensor, num_accepted_B: Tensor, scale_B: Tensor | None = None) -> Tensor:
-    """[B, V] unnormalised law of the extra token: max(scale * p - q, 0) after a rejection, p when all stood.
+    """[B, V] unnormalised distribution of the extra token: max(scale * p - q, 0) after a rejection, p when all were accepted.
 
     Where rounding leaves no mass at all (p equals q), p itself is returned.
     """

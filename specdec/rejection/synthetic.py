@@ -1,8 +1,8 @@
 """Synthetic acceptance, for load tests with a chosen acceptance profile (vLLM's scheme of this name). Not lossless.
 
-`synthetic_acceptance_rates[i]` is P(draft tokens 0..i stand), so the rates do not rise; position i stands with the
-conditional rate r_i / r_{i-1}, whatever the target says, at temperature 0 too. The extra token is the residual sample of
-`standard`, which at temperature 0 is the target's argmax.
+`synthetic_acceptance_rates[i]` is P(draft tokens 0..i are accepted), so the rates do not rise; token i is accepted with the
+conditional rate r_i / r_{i-1}, whatever the target's probabilities are, at temperature 0 too. The extra token is the residual
+sample of `standard`, which at temperature 0 is the target's argmax.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def check(
     synthetic_acceptance_length: float | None = None,
 ) -> dict[str, list[float]]:
     """Exactly one of the two must be given. A mean acceptance length becomes the profile of least variance."""
-    rates, length = synthetic_acceptance_rates, synthetic_acceptance_length
+    rates = synthetic_acceptance_rates
+    length = synthetic_acceptance_length
     if (rates is None) == (length is None):
         raise ValueError(
             "rejection_sample_method='synthetic' needs exactly one of synthetic_acceptance_rates and "
@@ -43,7 +44,7 @@ def check(
         if i and rate > rates[i - 1]:
             raise ValueError(
                 f"synthetic_acceptance_rates rise from {rates[i - 1]} to {rate} at position {i}; "
-                "they are P(tokens 0..i all stand) and cannot rise"
+                "they are P(tokens 0..i are all accepted) and cannot rise"
             )
     return {"synthetic_acceptance_rates": [float(rate) for rate in rates]}
 
@@ -58,15 +59,18 @@ def rates_of_length(length: float, num_speculative_tokens: int) -> list[float]:
 
 
 def conditional(rates: list[float]) -> list[float]:
-    """P(position i stands, given that those before it do)."""
+    """P(token i is accepted, given that those before it are)."""
     before = [1.0, *rates[:-1]]
     return [rate / prior if prior > 0 else 0.0 for rate, prior in zip(rates, before, strict=True)]
 
 
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates: list[float]) -> Verdict:
-    """draft: token_BK; p_BJV: target laws, J = K + 1; u_BJ: uniforms, float64. Lossy.
+    """Lossy.
 
-    The rates may be more than this step's K: a row near its length limit drafts less than the method's K.
+    draft: token_BK.
+    p_BJV: target probabilities, J = K + 1.
+    u_BJ: uniforms, float64.
+    synthetic_acceptance_rates: of the method's K; a row near its length limit drafts fewer tokens.
     """
     require_chain(draft, "rejection scheme synthetic")
     num_draft = p_BJV.shape[1] - 1

@@ -33,9 +33,10 @@ from specdec.chat.spelling import spelled_for, supervised_turns
 from specdec.chat.template import ChatTemplate, Message, unread_template_kwargs
 from specdec.checked import first_line, short_repr
 from specdec.drafter.batch import Sample
+from specdec.model.target import CausalLM
 
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
-# Columns that token ids are made of, so that a row with token ids uses these, too.
+# Columns that input_ids are tokenized from: of a row with input_ids they are not unused.
 TEXT_COLUMNS = frozenset(("messages", "conversations", "prompt", "response", "text", "tools", "functions", "system"))
 
 
@@ -192,25 +193,33 @@ class UniqueIds:
         return id
 
 
-def load_group(cfg: dict[str, Any], target: Any) -> Loaded:
-    """`load` with the keys of the `data` group; no sample is longer than the target can see.
+def load_for(
+    target: CausalLM,
+    path: str | Path | None = None,
+    *,
+    max_length: int | None = None,
+    limit: int | None = None,
+    split: str = "train",
+    supervise: str = "generated",
+    template_kwargs: dict[str, Any] | None = None,
+) -> Loaded:
+    """`load` for a target, with the keys of the `data` group; no sample is longer than the target can see.
 
-    cfg: the group; its key supervise: `generated` (what the target would generate), or `all` tokens.
+    path: the source; None: the demo data.
+    supervise: `generated` (what the target would generate), or `all` tokens.
+    max_length, limit, split, template_kwargs: as in `load`.
     """
-    supervise = cfg["supervise"]
     if supervise not in ("generated", "all"):
         raise ValueError(f"data.supervise={supervise}: use generated (what the target would generate) or all (every token)")
-    limit = target.max_model_len
-    max_length = limit if cfg["max_length"] is None else min(cfg["max_length"], limit)
-    template_kwargs = cfg["template_kwargs"] or {}
+    template_kwargs = template_kwargs or {}
     unread = unread_template_kwargs(target.tokenizer, template_kwargs, "data.template_kwargs")
     loaded = load(
-        cfg["path"] or DEMO,
+        path or DEMO,
         target.tokenizer,
         target.vocab_size,
-        max_length,
-        cfg["limit"],
-        cfg["split"],
+        target.max_model_len if max_length is None else min(max_length, target.max_model_len),
+        limit,
+        split,
         eos_token_ids=target.eos_token_ids,
         **template_kwargs,
     )

@@ -20,11 +20,12 @@ from specdec import config, hub, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
+from specdec.drafter.trainable import TrainableDrafter
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
-from specdec.training import data, features, loop
+from specdec.training import features, loop
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
 
@@ -50,7 +51,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights
     name, settings = cfg.method.name, cfg.train
-    drafter_class: Any = method.find(name)
+    drafter_class: type[TrainableDrafter] = method.find(name)
     if cfg.method.settings.get("parallel_drafting"):
         raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
     trained_by = drafter_class.facts.train_script
@@ -80,7 +81,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         device = processes.device
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
     target = CausalLM(cfg.model.source, cfg.model.dtype or "bfloat16", str(device), cfg.model.revision)
-    loaded = data.load_group(config.plain(cfg.data), target)
+    loaded = cfg.data.load(target)
     if cfg.data.path is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
         console.show(
             f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
@@ -192,7 +193,7 @@ def stop(processes: PartialState, result: dict[str, Any]) -> None:
 
 
 def new_drafter(
-    drafter_class: Any, target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
+    drafter_class: type[TrainableDrafter], target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
     held_out: Any,
 ) -> Checkpoint:  # fmt: skip
     """The checkpoint to begin with: a new drafter, or the one that is named."""
@@ -225,7 +226,9 @@ def said(value: Any) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def same_drafter(checkpoint: Checkpoint, drafter_class: Any, target: CausalLM, architecture: dict[str, Any]) -> Checkpoint:
+def same_drafter(
+    checkpoint: Checkpoint, drafter_class: type[TrainableDrafter], target: CausalLM, architecture: dict[str, Any]
+) -> Checkpoint:
     """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over; null asks nothing."""
     checkpoint.check(drafter_class.name, target)
     asked = drafter_class.required_config(target, architecture)

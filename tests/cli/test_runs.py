@@ -584,7 +584,7 @@ def test_what_a_killed_share_leaves_goes_with_the_next_one(drafter: Path, tmp_pa
             written(*args)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        for module in ("native", "foreign"):
+        for module in ("native", "hf_common"):
             vars(sys.modules[f"specdec.checkpoint.{module}"])["write_weights"] = killed
         run("train/share", f"checkpoint={drafter}", f"out={out}", cwd=tmp_path)
 

@@ -15,6 +15,7 @@ import torch
 
 from specdec import method
 from specdec.core import Context, Draft, Proposer, Request
+from specdec.drafter.trainable import TrainableDrafter
 from specdec.method.extract_hidden_states import ExtractHiddenStates
 from specdec.method.ngram import Ngram, count_followers, count_followers_reference, find_match, find_match_reference
 from specdec.method.ngram_gpu import NgramGpu
@@ -209,6 +210,11 @@ def build(name: str, **more: Any) -> Proposer:
 def make(request: pytest.FixtureRequest) -> Make:
     name, more = request.param
     return lambda: build(name, **more)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if method.is_trained(name)])
+def test_a_trained_method_keeps_the_contract_of_training(name: str) -> None:
+    assert isinstance(build(name), TrainableDrafter)
 
 
 TEXTS = {0: text(0, 40), 1: text(1, 23), 3: text(3, 61)}  # row 2 is free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import itertools
 import json
 import random
@@ -793,7 +794,7 @@ def test_the_ends_of_the_target_are_those_of_its_generation_config(tmp_path: Pat
     for eos, wanted in ((["<|user|>", "<|observation|>"], "Good day.<|user|>"), (["</s>"], "Good day.")):
         ids = tokenizer.convert_tokens_to_ids(eos)
         target: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=VOCAB, max_model_len=100, eos_token_ids=ids)
-        assert texts(tokenizer, data.load_group(config | {"supervise": "generated"}, target)) == {"a": wanted}
+        assert texts(tokenizer, data.load_for(target, **config | {"supervise": "generated"})) == {"a": wanted}
 
 
 def test_a_turn_ends_with_the_first_of_the_targets_ends() -> None:
@@ -900,7 +901,7 @@ def test_arguments_of_the_template_must_be_its_own(chatml: Any) -> None:
     thinking = byte_tokenizer(CHATML + "{% if enable_thinking %}<think>{% endif %}")
     kwargs = {"enable_thinking": False, "enable_thinkin": False}
     assert unread_template_kwargs(thinking, kwargs, "data.template_kwargs") == ["data.template_kwargs.enable_thinkin"]
-    for name in ("max_length", "split", "tools", "tokenize", "messages"):
+    for name in ("tools", "tokenize", "messages", *inspect.signature(load).parameters):
         with pytest.raises(ValueError, match=f"'{name}'"):
             unread_template_kwargs(chatml, {name: 1}, "data.template_kwargs")
 
@@ -1232,8 +1233,8 @@ def test_no_length_is_refused_and_not_taken_for_any(tmp_path: Path) -> None:
     config = {"path": str(write(tmp_path / "a.jsonl", ROWS)), "limit": None, "split": "train", "template_kwargs": None}
     for length in (0, -1, 2):
         with pytest.raises(ValueError, match=rf"data\.max_length={length}: at least 3 tokens"):
-            data.load_group(config | {"supervise": "generated", "max_length": length}, target)
-    assert len(data.load_group(config | {"supervise": "generated", "max_length": None}, target).samples) == len(ROWS)
+            data.load_for(target, **config | {"supervise": "generated", "max_length": length})
+    assert len(data.load_for(target, **config | {"supervise": "generated", "max_length": None}).samples) == len(ROWS)
 
 
 def test_the_frame_of_a_user_turn_that_is_not_there_is_refused() -> None:
@@ -1379,11 +1380,11 @@ def test_plain_text_and_everything_can_be_supervised(tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text(json.dumps({"text": "a plain text"}) + "\n" + json.dumps({"prompt": "p", "response": "rest"}) + "\n")
     config = {"path": str(path), "max_length": None, "limit": None, "split": "train", "template_kwargs": None}
-    all_supervised = data.load_group(config | {"supervise": "all"}, target).samples
-    some = data.load_group(config | {"supervise": "generated"}, target).samples
+    all_supervised = data.load_for(target, **config | {"supervise": "all"}).samples
+    some = data.load_for(target, **config | {"supervise": "generated"}).samples
     assert [sample.mask_n.all() for sample in all_supervised] == [True, True]
     assert [sample.mask_n.all() for sample in some] == [True, False]
     assert [a.token_n.tolist() for a in all_supervised] == [b.token_n.tolist() for b in some]
     assert some[0].token_n.tolist() == target.tokenizer("a plain text")["input_ids"]
     with pytest.raises(ValueError, match=r"data\.supervise=every: use generated"):
-        data.load_group(config | {"supervise": "every"}, target)
+        data.load_for(target, **config | {"supervise": "every"})

@@ -237,7 +237,7 @@ def test_a_longrope_draft_model_is_trained_on_samples_of_one_set_of_factors(
 )
 def test_the_rule_of_a_mask_is_that_of_the_slots(rule: Any, sliding_window: int | None, word: str) -> None:
     """Far beyond the few tokens of the probe."""
-    probe = Probe(SlotCache([], torch.float32, CPU), most_positions=131072)
+    probe = Probe(SlotCache([], torch.float32, CPU), max_positions=131072)
     if not word:
         probe._check_mask(rule, sliding_window, torch.nn.Identity())
         return

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import hub, method, rejection, sampling
 from specdec.core import Draft, Request
-from specdec.drafter.shared_vocab import BYTES, SharedVocab, Spelling, shared, spelling_of, token_bytes
+from specdec.drafter.shared_vocab import SharedVocab, intersect
+from specdec.drafter.token_bytes import BYTES, Spelling, ids_by_bytes, spelling_of
 from specdec.engine import Engine
 from specdec.measure import tasks
 from specdec.method.draft_model import DraftModel
@@ -87,7 +88,7 @@ def pairs(target: Any, draft: Any) -> dict[int, int]:
     """Target id -> draft id, whatever stands for the rest."""
     if draft.unk_token is None:
         draft.add_special_tokens({"unk_token": "<anything else>"})
-    vocabulary = shared(model_with(target), model_with(draft))
+    vocabulary = intersect(model_with(target), model_with(draft))
     return dict(zip(vocabulary.target_I.tolist(), vocabulary.draft_I.tolist(), strict=True))
 
 
@@ -106,14 +107,14 @@ def test_the_characters_of_bytes_are_those_of_the_library() -> None:
 def test_byte_level_tokens_are_their_bytes() -> None:
     tokens = ["Ġthe", "the", "Ċ", "ĊĊ", "Ã©", "ł", "ĠĠ", "<0x0A>", "âĸģa", "▁a"]
     want = [b" the", b"the", b"\n", b"\n\n", "é".encode(), b"\xa0", b"  ", b"<0x0A>", "▁a".encode(), "▁a".encode()]
-    decoded = token_bytes(byte_level(tokens), len(tokens))
+    decoded = ids_by_bytes(byte_level(tokens), len(tokens))
     assert decoded == {text: i for i, text in enumerate(want) if i != 9}, "the last is the one before in another spelling"
 
 
 def test_sentencepiece_tokens_are_their_text() -> None:
     tokens = ["▁the", "the", "\n", "é", "<0xC3>", "<0x0A>", "▁", "▁▁", "Ċ", "Ġthe", "a▁b", "<0xZZ>", "<0x0a>x"]
     want = [b" the", b"the", b"\n", "é".encode(), b"\xc3", None, b" ", b"  ", "Ċ".encode(), "Ġthe".encode(), b"a b", b"<0xZZ>"]
-    decoded = token_bytes(sentencepiece(tokens), len(tokens))
+    decoded = ids_by_bytes(sentencepiece(tokens), len(tokens))
     assert decoded == {text: i for i, text in enumerate(want) if text is not None} | {b"<0x0a>x": 12}
 
 
@@ -130,12 +131,12 @@ def test_other_ways_to_say_it_in_a_tokenizers_json() -> None:
             backend.decoder = decoder
         if splitter is not None:
             backend.pre_tokenizer = splitter
-        decoded = token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 3)
+        decoded = ids_by_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 3)
         assert decoded == {b" a": 0, b"b": 1, b"<0x0A>": 2}, "without byte fallback <0x0A> is text"
     backend = Tokenizer(models.BPE(vocab=numbered(["▁a", "<0x0A>"]), merges=[]))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)
-    assert token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 2) == {b" a": 0, b"\n": 1}
+    assert ids_by_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), 2) == {b" a": 0, b"\n": 1}
     backend.decoder = None
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])
     assert spelling_of(PreTrainedTokenizerFast(tokenizer_object=backend)) == Spelling(byte_level=True)
@@ -174,7 +175,7 @@ class Slow:
     ids=["byte-level", "sentencepiece", "other", "alone", "unknown", "plain", "byte-tokens"],
 )
 def test_without_a_backend_a_probe_tells(tokens: list[str], a: str | None, want: dict[bytes, int]) -> None:
-    assert token_bytes(Slow(tokens, a), len(tokens)) == want
+    assert ids_by_bytes(Slow(tokens, a), len(tokens)) == want
 
 
 def test_special_tokens_are_their_names() -> None:
@@ -183,14 +184,14 @@ def test_special_tokens_are_their_names() -> None:
     draft_tokenizer = sentencepiece(
         ["<s>", "a", "</s>", "<pad>"], ["<s>", "<eos>", "<pad>"], bos_token="<s>", eos_token="<eos>"
     )
-    assert token_bytes(ours, 5) == {b"<s>": 0, b"a": 1, b"<eos>": 2, "</s>": 3, "<pad>": 4}
-    assert token_bytes(draft_tokenizer, 5) == {"<s>": 0, b"a": 1, b"</s>": 2, "<pad>": 3, "<eos>": 4}
+    assert ids_by_bytes(ours, 5) == {b"<s>": 0, b"a": 1, b"<eos>": 2, "</s>": 3, "<pad>": 4}
+    assert ids_by_bytes(draft_tokenizer, 5) == {"<s>": 0, b"a": 1, b"</s>": 2, "<pad>": 3, "<eos>": 4}
     assert pairs(ours, draft_tokenizer) == {1: 1, 4: 3}
     # a token that plays a role is special, though its entry does not say so
     plain = byte_level(["a", "<end>"])
-    assert token_bytes(plain, 2) == {b"a": 0, b"<end>": 1}
+    assert ids_by_bytes(plain, 2) == {b"a": 0, b"<end>": 1}
     plain.eos_token = "<end>"
-    assert token_bytes(plain, 2) == {b"a": 0, "<end>": 1}
+    assert ids_by_bytes(plain, 2) == {b"a": 0, "<end>": 1}
 
 
 def test_added_tokens_that_are_not_special_are_text() -> None:
@@ -198,18 +199,18 @@ def test_added_tokens_that_are_not_special_are_text() -> None:
     draft_tokenizer = sentencepiece(["é", "<think>", "▁▁"])
     ours.add_tokens([AddedToken("<think>", special=False), AddedToken("ü", special=False)])
     draft_tokenizer.add_tokens([AddedToken("\n\n", special=False), AddedToken("ü", special=False)])
-    assert token_bytes(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
-    assert token_bytes(draft_tokenizer, 5) == {"é".encode(): 0, b"<think>": 1, b"  ": 2, b"\n\n": 3, "ü".encode(): 4}
+    assert ids_by_bytes(ours, 4) == {b"a": 0, "é".encode(): 1, b"<think>": 2, "ü".encode(): 3}
+    assert ids_by_bytes(draft_tokenizer, 5) == {"é".encode(): 0, b"<think>": 1, b"  ": 2, b"\n\n": 3, "ü".encode(): 4}
     assert pairs(ours, draft_tokenizer) == {1: 0, 2: 1, 3: 4}
 
 
 def test_of_duplicates_the_first_ordinary_one_counts() -> None:
     """Byte tokens come first in every SentencePiece vocabulary, and `<0x61>` is what a model with an `a` never says."""
     ours = sentencepiece(["<0x61>", "<0x62>", "▁c", "a", " c"])
-    assert token_bytes(ours, 5) == {b"a": 3, b"b": 1, b" c": 2}
+    assert ids_by_bytes(ours, 5) == {b"a": 3, b"b": 1, b" c": 2}
     assert pairs(ours, byte_level(["b", "Ġc", "a"])) == {3: 2, 1: 0, 2: 1}
     assert pairs(byte_level(["b", "Ġc", "a"]), ours) == {2: 3, 0: 1, 1: 2}
-    twice = shared(
+    twice = intersect(
         model_with(ours),
         of_tokenizer(TableLM.constant([1.0] * 5), sentencepiece(["▁c", " c", "<0x61>", "a", "x"], unk_token="x")),
     )
@@ -219,15 +220,15 @@ def test_of_duplicates_the_first_ordinary_one_counts() -> None:
 def test_ids_without_a_row_and_rows_without_a_token() -> None:
     """A model's vocabulary may be larger than its tokenizer's (padding) or smaller; nothing maps to what is not there."""
     tokenizer = byte_level(["a", "b", "c"], ["<x>"], unk_token="<x>")
-    assert token_bytes(tokenizer, 2) == {b"a": 0, b"b": 1}
-    assert token_bytes(tokenizer, 10) == {b"a": 0, b"b": 1, b"c": 2, "<x>": 3}
-    vocabulary = shared(model_with(tokenizer, 8), model_with(byte_level(["c", "b", "u"], unk_token="u"), 6))
+    assert ids_by_bytes(tokenizer, 2) == {b"a": 0, b"b": 1}
+    assert ids_by_bytes(tokenizer, 10) == {b"a": 0, b"b": 1, b"c": 2, "<x>": 3}
+    vocabulary = intersect(model_with(tokenizer, 8), model_with(byte_level(["c", "b", "u"], unk_token="u"), 6))
     assert dict(zip(vocabulary.target_I.tolist(), vocabulary.draft_I.tolist(), strict=True)) == {1: 1, 2: 0}
     assert vocabulary.to_draft_ids_host(np.arange(8)).tolist() == [2, 1, 0, 2, 2, 2, 2, 2]
     q_NV = vocabulary.to_target_vocab(torch.tensor([0]), torch.tensor([[0.25, 0.75]]))[1]
     assert q_NV is not None
     assert q_NV.tolist() == [[0, 0.25, 0.75, 0, 0, 0, 0, 0]]
-    assert vocabulary.kept(torch.arange(6.0).unsqueeze(0)).tolist() == [[1, 0]]
+    assert vocabulary.shared_logits(torch.arange(6.0).unsqueeze(0)).tolist() == [[1, 0]]
     assert (vocabulary.share_of([1, 1, 2, 0]), vocabulary.share_of([])) == (0.75, None)
     assert vocabulary.coverage([[1, 1], [2, 0]]) == {
         "num_shared": 2, "share_of_vocabulary": 0.25, "num_emitted": 4, "share_of_emitted": 0.75,
@@ -236,7 +237,7 @@ def test_ids_without_a_row_and_rows_without_a_token() -> None:
 
 def test_an_unk_beyond_the_models_rows_is_none() -> None:
     draft = model_with(byte_level(["a", "b", "e", "u"], unk_token="u", eos_token="e"), 3)
-    assert shared(model_with(byte_level(["a", "z"])), draft).read(np.array([0, 1])).tolist() == [0, 2]
+    assert intersect(model_with(byte_level(["a", "z"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [0, 2]
 
 
 # ---------------------------------------------------------------------------------- what stands for the rest
@@ -244,7 +245,7 @@ def test_an_unk_beyond_the_models_rows_is_none() -> None:
 
 def test_the_unk_token_may_have_id_0(capsys: Any) -> None:
     draft = model_with(byte_level(["<unk>", "a", "<eos>"], ["<unk>", "<eos>"], unk_token="<unk>", eos_token="<eos>"))
-    vocabulary = shared(model_with(byte_level(["z", "a"])), draft)
+    vocabulary = intersect(model_with(byte_level(["z", "a"])), draft)
     assert vocabulary.to_draft_ids_host(np.array([0, 1, 0])).tolist() == [0, 1, 0]
     assert vocabulary.to_draft_ids(torch.tensor([1, 1])).tolist() == [1, 1]
     assert "no unk token" not in capsys.readouterr().err
@@ -252,7 +253,7 @@ def test_the_unk_token_may_have_id_0(capsys: Any) -> None:
 
 def test_without_unk_the_eos_token_with_a_warning(capsys: Any) -> None:
     draft = model_with(byte_level(["<eos>", "a"], ["<eos>"], eos_token="<eos>"))
-    assert shared(model_with(byte_level(["z", "a"])), draft).read(np.array([0, 1])).tolist() == [0, 1]
+    assert intersect(model_with(byte_level(["z", "a"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [0, 1]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "eos" in line]
     assert line.startswith("warning: ")
     assert all(word in line for word in ("no unk token", "1 tokens", "eos token 0"))
@@ -269,18 +270,18 @@ def refused(action: Any, *words: str) -> None:
 def test_without_unk_and_eos_nothing_replaces_the_rest(capsys: Any) -> None:
     target = model_with(byte_level(["z", "a"]))
     draft = model_with(byte_level(["a", "b"]))
-    refused(lambda: shared(target, draft), "lacks 1 tokens", "no unk or eos", "set unk_token")
+    refused(lambda: intersect(target, draft), "lacks 1 tokens", "no unk or eos", "set unk_token")
     # where nothing is missing nothing has to stand for it
-    assert shared(model_with(byte_level(["b", "a"])), draft).read(np.array([0, 1])).tolist() == [1, 0]
+    assert intersect(model_with(byte_level(["b", "a"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [1, 0]
 
 
 def test_no_shared_token_is_an_error_and_few_a_warning(capsys: Any) -> None:
     target = model_with(byte_level(["z", "y", "x"]))
-    refused(lambda: shared(target, model_with(byte_level(["a", "b"]))), "share none of 3 and 2 tokens", "related vocabulary")
+    refused(lambda: intersect(target, model_with(byte_level(["a", "b"]))), "share none of 3 and 2 tokens", "related vocabulary")
 
     def warnings(count: int) -> list[str]:
         tokens = [f"t{i}" for i in range(200)]
-        shared(model_with(byte_level(tokens)), model_with(byte_level([*tokens[:count], "u"], unk_token="u")))
+        intersect(model_with(byte_level(tokens)), model_with(byte_level([*tokens[:count], "u"], unk_token="u")))
         return capsys.readouterr().err.splitlines()
 
     assert len(warnings(100)) == 1
@@ -301,13 +302,13 @@ def test_the_vector_of_verification_json() -> None:
     from the whole draft vocabulary, whose tokens outside are never accepted; and a q that was not renormalised."""
     p = VECTOR["p"]["val"]
     q = VECTOR["q_draft"]["val"]
-    vocabulary = shared(
+    vocabulary = intersect(
         model_with(byte_level(VECTOR["target_vocab"])), model_with(byte_level(VECTOR["draft_vocab"], unk_token="e"))
     )
     num = 200_000
     u = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logits_BI = vocabulary.kept(torch.tensor(q).log().expand(num, -1))
-    token_B, q_BV = vocabulary.said(*sampling.sample(logits_BI, torch.ones(num), u)[:2])
+    logits_BI = vocabulary.shared_logits(torch.tensor(q).log().expand(num, -1))
+    token_B, q_BV = vocabulary.to_target_vocab(*sampling.sample(logits_BI, torch.ones(num), u)[:2])
     assert q_BV is not None
     assert q_BV[0].numpy() == pytest.approx(np.array(VECTOR["q_tli"]["val"]), abs=1e-7)
     mass_V = torch.bincount(token_B, minlength=4) / num
@@ -523,7 +524,7 @@ def directory(kind: str) -> Path:
 
 def enumerate_bytes(tokenizer: Any) -> list[tuple[int, int]]:
     """(byte, id) of the token that stands for each byte."""
-    decoded = token_bytes(tokenizer, len(tokenizer))
+    decoded = ids_by_bytes(tokenizer, len(tokenizer))
     return [(byte, decoded[bytes([byte])]) for byte in range(256)]
 
 
@@ -660,7 +661,7 @@ def test_a_mask_token_is_an_id_of_the_draft_model() -> None:
 )
 def test_meanings_are_what_the_tokenizer_decodes(name: str, size: int, count: int, num_special: int) -> None:
     tokenizer = hub.load_tokenizer(hub.resolve(name))
-    decoded = token_bytes(tokenizer, size)
+    decoded = ids_by_bytes(tokenizer, size)
     backend = tokenizer.backend_tokenizer
     assert (len(decoded), sum(isinstance(meaning, str) for meaning in decoded)) == (count, num_special)
     for meaning, i in decoded.items():
