@@ -1,7 +1,7 @@
 """From a composed configuration to a trained drafter: what the scripts in train/ share.
 
-A script trains the methods whose facts name it; the rest is here, in the order in which things happen: check what a typo can break,
-load the target and the data, make the drafter, `fit`, and write down what came of it.
+A script trains the methods whose facts name it. The rest is here, in the order in which things happen: check what a typo can
+break, load the target and the data, make the drafter, `fit`, and write the results.
 """
 
 from __future__ import annotations
