@@ -16,7 +16,7 @@ import torch
 from pydantic import ConfigDict, Field, field_validator
 
 from specdec.chat.template import unread_template_kwargs
-from specdec.checked import Checked, nearest, short_repr, check_text
+from specdec.checked import Checked, check_text, nearest, short_repr
 from specdec.core import Request
 from specdec.engine import Engine
 from specdec.measure.stats import Metric, SpecDecodeMetrics, Totals

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specdec import sampling
-from specdec.checked import first_line, short_repr, check_text
+from specdec.checked import check_text, first_line, short_repr
 from specdec.core import Request
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import runpy
 import shutil
 import signal
 import time
