@@ -200,7 +200,7 @@ def test_a_lossy_scheme_says_so_everywhere(tmp_path: Path, cli: Cli) -> None:
 
 def test_block_with_greedy_drafts_says_that_nothing_is_gained(tmp_path: Path, cli: Cli) -> None:
     done = cli("run", *SMALL, *SELF, "rejection=block", f"out_dir={tmp_path / 'run'}")
-    assert "law of standard" in done.out
+    assert "block verification equals standard" in done.out
 
 
 # ------------------------------------------------------------------------------------------ conversations

@@ -13,7 +13,7 @@ from support import malformed
 @pytest.mark.parametrize("door", malformed.FAST)
 def test_what_is_malformed_is_refused_in_one_line(door: str) -> None:
     cases = list(malformed.MAKERS[door]())
-    verdicts = [(case.name, *malformed.judge(case)) for case in cases]
+    verdicts = [(case.name, *malformed.verdict_of(case)) for case in cases]
     assert [verdict for verdict in verdicts if verdict[1] != "refused"] == []
     assert len(cases) > 10
 

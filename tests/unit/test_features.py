@@ -34,7 +34,7 @@ from specdec.config import CONF
 from specdec.drafter.batch import Batch, Sample
 from specdec.measure import records
 from specdec.model.target import CausalLM
-from specdec.training import data, features
+from specdec.training import data, features, prepare
 from specdec.training.features import OnlineFeatures, StoredFeatures, extract
 
 TRAIN = CONF.parent / "train"
@@ -1009,7 +1009,7 @@ def test_prepare_says_what_is_wrong_in_a_line(prepared: Path, tmp_path: Path) ->
         ("resume=true", "seed=1"): "out.jsonl was begun with other settings",
         ("resume=true", "limit=2"): "out.jsonl was begun with other settings",
         ("out=new.jsonl", "prompts=gone.jsonl"): "prompts=gone.jsonl: no such file",
-        ("out=new.jsonl", "answers.temperatures=[]"): "answers.temperatures=[] is empty",
+        ("out=new.jsonl", "answers.temperatures=[]"): "answers.temperatures=[] must be a list of temperatures",
         ("out=new.jsonl", "temperature=1"): "unknown key 'temperature'; did you mean",
         ("out=new.jsonl", "prompts=bad.jsonl"): "no row with user turns",
     }
@@ -1171,7 +1171,6 @@ def test_what_prepare_does_not_use_is_said(tooled: Path, tmp_path: Path) -> None
 
 def test_of_an_earlier_answer_the_text_as_generated_is_supervised() -> None:
     """The last prompt may have the end of an earlier answer in other tokens."""
-    prepare = runpy.run_path(str(TRAIN / "prepare.py"), run_name="prepare")
     task = SimpleNamespace(id="a", category="c", turns=("one", "two"), system=None, tools=None)
     params = SimpleNamespace(temperature=0.0)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
@@ -1184,7 +1183,7 @@ def test_of_an_earlier_answer_the_text_as_generated_is_supervised() -> None:
             SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[10, 11, 12], params=params, finish_reason="stop"),
             SimpleNamespace(prompt_token_ids=second, output_token_ids=[20], params=params, finish_reason="stop"),
         ]
-        row = prepare["request_record"](task, requests, tokenizer)
+        row = prepare.conversation_row(task, requests, tokenizer)
         assert row["input_ids"] == [*second, 20]
         assert row["loss_mask"] == mask
 
