@@ -6,7 +6,7 @@ JOBS ?= 2
 RUN := $(VENV)/bin/python
 OUT ?= outputs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: help demo drafter drafters test lint prove malformed kills bench peer-vllm gpu gpu-wheels
+.PHONY: help demo drafter drafters test lint style types tests prove malformed kills bench peer-vllm gpu gpu-wheels
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -28,7 +28,7 @@ demo: $(VENV)/.done
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter limit=18 sampling.max_tokens=64 out_dir=$(OUT)/3-eagle3
 	$(RUN) eval/compare.py $(OUT)/[0-9]*/ --out $(OUT)
 
-## make drafter     the EAGLE-3 drafter of the README: the whole demo recipe, and its acceptance on the demo prompts
+## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo recipe, and its acceptance on the demo prompts
 drafter: $(VENV)/.done
 	$(RUN) train/eagle.py model=llama out_dir=$(OUT)/drafter
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter out_dir=$(OUT)/eval
@@ -65,13 +65,20 @@ $(FAMILIES:%=$(DRAFTERS)/eval/%/summary.json): $(DRAFTERS)/eval/%/summary.json: 
 		$(call go_on,$(DRAFTERS)/eval/$*/run.json)
 
 ## make test        lint, types and tests
-test: $(VENV)/.done lint
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not prove"
+test: $(VENV)/.done style
+	$(MAKE) --no-print-directory -j 2 types tests
 
-lint: $(VENV)/.done
+lint: style types
+
+style: $(VENV)/.done
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.done
 	$(VENV)/bin/mypy
+
+tests: $(VENV)/.done
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not prove"
 
 ## make prove       the full proof: every method, scheme and batch size on real prompts, and the long statistical tests
 prove: $(VENV)/.done

@@ -10,7 +10,6 @@ that the engine spends outside forwards, and the cost of the suffix tree. "our l
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import script
@@ -25,7 +24,6 @@ def run(cfg: Bench) -> None:
     import torch
     from transformers.utils import logging
 
-    from specdec import config
     from specdec.core import Request
     from specdec.measure import bench, records, stats, tasks
     from specdec.measure.report import bench as bench_report
@@ -36,12 +34,11 @@ def run(cfg: Bench) -> None:
     from specdec.params import SamplingParams
 
     logging.set_verbosity_error()  # generate warns about its own arguments at every call
-    out_dir = Path(cfg.out_dir)
-    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
+    chosen = cfg.task.load(cfg.limit)
     # everything that a typo can break comes before the first figure
     for dtype in cfg.dtypes:
         choose_dtype(dtype, choose_device(cfg.model.device))
-    records.reserve(out_dir, resume=False, resumes=False)
+    out_dir = cfg.start()
 
     results: dict[str, Any] = {"environment": records.environment(), "speed": [], "batch": [], "suffix": []}
     params = SamplingParams(temperature=0, max_tokens=cfg.max_tokens)
@@ -64,8 +61,7 @@ def run(cfg: Bench) -> None:
     for count in cfg.suffix_tokens:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
 
-    records.claim(out_dir, False, {"bench": cfg.name}, resumes=False)
-    config.save(cfg, out_dir / "config.yaml")
+    cfg.claim({"bench": cfg.name})
     records.write_json(out_dir / "bench.json", results)
     console.show(*bench_report.bench_tables(results))
     if target.device.type == "cpu" and (reasons := stats.busy_reasons({}, bench.busiest(results["speed"]))):

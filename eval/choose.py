@@ -11,7 +11,6 @@ prints the tables, for people and in Markdown.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import script
@@ -21,10 +20,8 @@ if TYPE_CHECKING:
 
 
 def run(cfg: Choose) -> dict[str, Any]:
-    import torch
-
     from specdec import config
-    from specdec.measure import choose, records, serving, tasks
+    from specdec.measure import choose, records, serving
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
     from specdec.measure.report.table import markdown
@@ -37,10 +34,8 @@ def run(cfg: Choose) -> dict[str, Any]:
     scheme = cfg.rejection.settings | {"rejection_sample_method": cfg.rejection.name}
     plans = choose.parse_runs(cfg.methods, cfg.checkpoints, cfg.runs, scheme, defaults)
     levels = serving.parse_rates(cfg.rates)
-    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
-    out_dir = Path(cfg.out_dir)
-    records.reserve(out_dir, resume=False, resumes=False)
-    torch.set_num_threads(cfg.num_threads or 1)
+    chosen = cfg.task.load(cfg.limit)
+    out_dir = cfg.start()
 
     target = cfg.model.load()
     runs = choose.build_runs(plans, target, cfg.engine, chosen, params)
@@ -51,8 +46,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     }
     context = cfg.cost_context or choose.typical_context(target, chosen, params)
     choose.measure_costs(runs, context, cfg.cost_repeats, params)
-    records.claim(out_dir, False, identity, resumes=False)
-    config.save(cfg, out_dir / "config.yaml")
+    cfg.claim(identity)
     for name, each in runs.items():
         each.save_costs(out_dir / f"cost-{name}.json")
 

@@ -12,7 +12,6 @@ interrupted or killed stay readable; after Ctrl-C they are summarised. A run is 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec import script
@@ -22,22 +21,18 @@ if TYPE_CHECKING:
 
 
 def run(cfg: Load) -> dict[str, Any]:
-    import torch
-
     from specdec import config
     from specdec.engine import Engine
-    from specdec.measure import arrivals, load, logger, records, serving, stats, tasks
+    from specdec.measure import arrivals, load, logger, records, serving, stats
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
 
     plan = cfg.plan()
     plan.check_processes(1)
-    chosen = tasks.load(cfg.task.path or tasks.DEMO, cfg.limit)
+    chosen = cfg.task.load(cfg.limit)
     at = arrivals.make_arrivals(cfg.arrivals, cfg.request_rate, cfg.trace, cfg.num_requests, len(chosen), cfg.seed)
-    out_dir = Path(cfg.out_dir)
-    records.reserve(out_dir, resume=False, resumes=False)
-    torch.set_num_threads(cfg.num_threads or 1)
+    out_dir = cfg.start()
 
     target = cfg.model.load()
     proposer, verifier = plan.build(target)
@@ -52,8 +47,7 @@ def run(cfg: Load) -> dict[str, Any]:
         "request_rate": str(cfg.request_rate),
         **cfg.engine,
     }
-    records.claim(out_dir, False, identity, resumes=False)
-    config.save(cfg, out_dir / "config.yaml")
+    cfg.claim(identity)
     print("warming up", file=sys.stderr)
     serving.warm_up(engine)
 

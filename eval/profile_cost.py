@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 
 def run(cfg: ProfileCost) -> None:
-    import torch
-
-    from specdec import config
     from specdec.measure import acceptance, records
     from specdec.measure.report import console
     from specdec.measure.report import cost as cost_report
@@ -32,10 +29,8 @@ def run(cfg: ProfileCost) -> None:
 
     plan = cfg.plan()
     plan.check_processes(1)
-    out_dir = Path(cfg.out_dir)
-    records.reserve(out_dir, resume=False, resumes=False)
+    out_dir = cfg.start()
     finished = None if cfg.acceptance is None else acceptance.read_run(Path(cfg.acceptance), plan.method)
-    torch.set_num_threads(cfg.num_threads or 1)
 
     target = cfg.model.load()
     proposer, _ = plan.build(target)
@@ -61,8 +56,7 @@ def run(cfg: ProfileCost) -> None:
         survival = " ".join(f"{p:.2f}" for p in known.survival)
         shown.append(f"P(i draft tokens are accepted), of {known.num_steps} steps: {survival}")
         proposal = f"num_speculative_tokens_per_batch_size={json.dumps(table.schedule, separators=(',', ':'))}\n"
-    records.claim(out_dir, False, {"profile": cfg.name}, resumes=False)
-    config.save(cfg, out_dir / "config.yaml")
+    cfg.claim({"profile": cfg.name})
     table.save(out_dir / "cost.json")
     about = table.about
     title = f"{plan.method} on {target.name}, {about['dtype']}, context {about['context']}"

@@ -22,19 +22,14 @@ if TYPE_CHECKING:
 
 def run(cfg: Extract) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
-    import torch
-
     from specdec import artifact, config, hub
-    from specdec.measure import records
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
     from specdec.training import features
     from specdec.training.samples import fingerprint
 
-    out_dir = Path(cfg.out_dir)
     if not cfg.dry_run:
-        records.reserve(out_dir, cfg.resume)
-    torch.set_num_threads(cfg.num_threads or 1)
+        cfg.start()
     target = cfg.model.load("bfloat16")
     loaded = cfg.data.load(target)
     for note in loaded.notes:
@@ -49,15 +44,19 @@ def run(cfg: Extract) -> None:
     )
     if cfg.dry_run:
         return
-    identity = artifact.manifest_of(target, source.layers, cfg.model.revision)
-    own = {"data": fingerprint(loaded.samples), "layer_ids": list(source.layers)}
-    own["target_weights"] = hub.weights_digest(target.path)
-    records.claim(out_dir, cfg.resume, own)
-    config.save(cfg, out_dir / "config.yaml")
-    writer = artifact.Writer(out_dir, identity, 0 if cfg.layout == "vllm" else cfg.shard_mb << 20, cfg.layout == "vllm")
+    manifest = artifact.manifest_of(target, source.layers, cfg.model.revision)
+    identity = {
+        "data": fingerprint(loaded.samples),
+        "layer_ids": list(source.layers),
+        "target_weights": hub.weights_digest(target.path),
+    }
+    cfg.claim(identity)
+    as_vllm = cfg.layout == "vllm"  # which has a file for each sample
+    writer = artifact.Writer(Path(cfg.out_dir), manifest, 0 if as_vllm else cfg.shard_mb << 20, as_vllm)
     with console.progress(len(loaded.samples), samples=0) as advance:
-        made = features.extract(source, loaded.samples, writer, lambda: advance("samples"))
-    console.show(f"{made} samples computed, {len(loaded.samples) - made} were there; written to {out_dir}")
+        num_computed = features.extract(source, loaded.samples, writer, lambda: advance("samples"))
+    num_present = len(loaded.samples) - num_computed
+    console.show(f"{num_computed} samples computed, {num_present} were there; written to {cfg.out_dir}")
 
 
 if __name__ == "__main__":

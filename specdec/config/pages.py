@@ -7,12 +7,15 @@ methods and rejection schemes are in the schema of `--speculative-config`; their
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+import torch
+from pydantic import ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from specdec.checked import Checked, first_mistake, nearest
-from specdec.config import CONF, read
+from specdec.config import CONF, read, save
+from specdec.measure import records, tasks
 from specdec.measure.logger import Logger
 from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.target import CausalLM
@@ -42,26 +45,6 @@ Temperatures = Annotated[
     Field(min_length=1, description="a list of temperatures from 0 on, such as [0.0, 0.7]"),
 ]
 Mapping = Annotated[dict[Any, Any], Field(description="a mapping, such as {{a: 1}}")]
-
-
-def _directory_name(name: Any) -> Any:
-    """A run's name is the last part of its directory, unless that is given: it must not lead anywhere else."""
-    if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", name) or len(name.encode()) > 200:
-        raise ValueError(
-            f"name={name!r} is no name of a directory: no slash, not '..', at most 200 bytes; out_dir= takes any path"
-        )
-    return name
-
-
-def _no_resume(why: str) -> AfterValidator:
-    """For a script that cannot go on with a run."""
-
-    def refuse(resume: bool) -> bool:
-        if resume:
-            raise ValueError(f"resume=true: {why}; give another out_dir=")
-        return resume
-
-    return AfterValidator(refuse)
 
 
 # ------------------------------------------------------------------------------------------------ groups
@@ -159,6 +142,10 @@ class Task(Checked):
     name: str
     path: PathText | None
 
+    def load(self, limit: int | None) -> list[tasks.Task]:
+        """The tasks, at most so many. Raises ValueError, one line, for a malformed file."""
+        return tasks.load(self.path or tasks.DEMO, limit)
+
 
 class Data(Checked):
     """supervise: `generated` (the tokens that the target would write), or `all`."""
@@ -232,13 +219,58 @@ class Answers(Checked):
 # ------------------------------------------------------------------------------------------------ pages
 
 
-class Run(Checked):
-    """What writes a directory."""
+class Output(Checked):
+    """A script that writes a directory. not_resumed: why it cannot go on with one, if it cannot."""
 
-    name: Annotated[Any, AfterValidator(_directory_name)]
+    not_resumed: ClassVar[str] = ""
+
+    name: Any
     out_dir: Directory
     resume: Flag
+
+    @field_validator("name")
+    @classmethod
+    def _is_directory_name(cls, name: Any) -> Any:
+        """A run's name is the last part of its directory, unless out_dir is given: it must not lead anywhere else."""
+        if (
+            not isinstance(name, str)
+            or name in ("", ".", "..")
+            or re.search(r"[/\\\x00-\x1f]", name)
+            or len(name.encode()) > 200
+        ):
+            limit = "no slash, not '..', at most 200 bytes; out_dir= takes any path"
+            raise ValueError(f"name={name!r} is no name of a directory: {limit}")
+        return name
+
+    @field_validator("resume")
+    @classmethod
+    def _can_be_resumed(cls, resume: bool) -> bool:
+        if resume and cls.not_resumed:
+            raise ValueError(f"resume=true: {cls.not_resumed}; give another out_dir=")
+        return resume
+
+    def start(self) -> Path:
+        """Lock the directory for this run and return it. Nothing is written there before `claim`."""
+        directory = Path(self.out_dir)
+        records.reserve(directory, self.resume, resumes=not self.not_resumed)
+        return directory
+
+    def claim(self, identity: dict[str, Any]) -> None:
+        """Take the directory and write config.yaml there. identity: what must be equal for a run to be resumed."""
+        records.claim(Path(self.out_dir), self.resume, identity, resumes=not self.not_resumed)
+        save(self, Path(self.out_dir) / "config.yaml")
+
+
+class Run(Output):
+    """A script that runs a model."""
+
     num_threads: Threads | None
+
+    def start(self) -> Path:
+        """As of every output; and set the number of torch threads."""
+        directory = super().start()
+        torch.set_num_threads(self.num_threads or 1)
+        return directory
 
 
 class Decoding(Run):
@@ -306,7 +338,7 @@ class Eval(Serving):
 class Load(Serving):
     """conf/load.yaml"""
 
-    resume: Annotated[Flag, _no_resume("a run under load cannot go on, since its clock has stopped")]
+    not_resumed: ClassVar[str] = "a run under load cannot go on, since its clock has stopped"
     arrivals: Text
     request_rate: Any  # measure.serving reads it: a number, null, inf or phases
     trace: PathText | None
@@ -316,7 +348,7 @@ class Load(Serving):
 class ProfileCost(Decoding):
     """conf/profile_cost.yaml"""
 
-    resume: Annotated[Flag, _no_resume("a profile takes a minute, and is not resumed")]
+    not_resumed: ClassVar[str] = "a profile takes a minute, and is not resumed"
     max_draft: Count | None
     context: Count
     repeats: Count
@@ -327,7 +359,7 @@ class ProfileCost(Decoding):
 class Choose(Run):
     """conf/choose.yaml"""
 
-    resume: Annotated[Flag, _no_resume("a run under load cannot go on, since its clock has stopped")]
+    not_resumed: ClassVar[str] = "a run under load cannot go on, since its clock has stopped"
     model: Model
     rejection: Rejection
     task: Task
@@ -353,12 +385,11 @@ class Choose(Run):
         return {key: getattr(self, key) for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
 
 
-class Bench(Checked):
+class Bench(Output):
     """conf/bench.yaml"""
 
-    name: Annotated[Any, AfterValidator(_directory_name)]
-    out_dir: Directory
-    resume: Annotated[Flag, _no_resume("a benchmark is not resumed")]
+    not_resumed: ClassVar[str] = "a benchmark is not resumed"
+
     model: Model
     task: Task
     limit: Count | None

@@ -90,7 +90,8 @@ class MLP(Drafter):
         max_draft_key="n_predict",
         drafts_max=True,
         serving={"vllm": "mlp_speculator"},
-        serving_note="vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to 0.9.2.",
+        serving_note="vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to "
+        "0.9.2.",
     )
     architecture_type = Architecture
     objective_type = Objective

@@ -1,7 +1,7 @@
 """From a composed configuration to a trained drafter: what the scripts in train/ share.
 
-A script trains the methods whose facts name it; the rest is here, in the order in which things happen: check what a typo can break,
-load the target and the data, make the drafter, `fit`, and write down what came of it.
+A script trains the methods whose facts name it. The rest is here, in the order in which things happen: check what a typo can
+break, load the target and the data, make the drafter, `fit`, and write the results.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     init = drafter_class.init_type(**settings.init)
     objective = drafter_class.objective_type(**settings.objective)
     model_arguments = cfg.model.arguments()
-    out_dir = Path(cfg.out_dir)
-    records.reserve(out_dir, cfg.resume)
-    torch.set_num_threads(cfg.num_threads or 1)
+    out_dir = cfg.start()
 
     device = choose_device(cfg.model.device)
     processes = PartialState(cpu=device.type == "cpu")
@@ -133,8 +131,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         "eval": config.plain(cfg.eval) | {"held_out": cfg.data.held_out} | asked,
     }
     if processes.is_main_process:
-        records.claim(out_dir, cfg.resume, identity)
-        config.save(cfg, out_dir / "config.yaml")
+        cfg.claim(identity)
         if loaded.skipped:
             records.write_json(out_dir / "left_out.json", loaded.skipped_at)
     processes.wait_for_everyone()

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -29,7 +26,8 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.policy import cost_table
 from specdec.policy.cost_table import CostTable
-from support.cli import EVAL, OFFLINE, Cli, call, contents, ended, outputs, rows_of, wait_for_lines, write_tasks
+from support.cli import EVAL, Cli, call, contents, outputs, rows_of, write_tasks
+from support.processes import ended, fork, wait_for_lines
 
 SELF = ("method=draft_model", "method.model=tiny")  # drafts for itself, so at temperature 0 every draft stands
 
@@ -46,13 +44,6 @@ def target() -> CausalLM:
 
 def short_tasks(path: Path, count: int = 12) -> Path:
     return write_tasks(path, [{"id": f"t{i}", "category": "ab"[i % 2], "turns": [f"Say {i}.", "Why?"]} for i in range(count)])
-
-
-def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(EVAL / "load.py"), *map(str, arguments)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, cwd=cwd, env={**os.environ, **OFFLINE}, preexec_fn=listen, **pipes)
 
 
 # ------------------------------------------------------------------------------------------------ arrivals
@@ -491,7 +482,7 @@ def test_a_killed_run_keeps_what_had_finished(tmp_path: Path, cli: Cli) -> None:
     path = short_tasks(tmp_path / "tasks.jsonl")
     out_dir = tmp_path / "run"
     what = (*TINY, f"task.path={path}", "num_requests=2000", "request_rate=inf", f"out_dir={out_dir}")
-    process = start(*what, cwd=tmp_path)
+    process = fork(EVAL / "load.py", *what, cwd=tmp_path)
     wait_for_lines(out_dir / "requests.jsonl", 20, process)
     process.kill()
     assert ended(process).code == -signal.SIGKILL
@@ -511,7 +502,7 @@ def test_ctrl_c_summarises_what_had_finished(tmp_path: Path) -> None:
     path = short_tasks(tmp_path / "tasks.jsonl")
     out_dir = tmp_path / "run"
     what = (*TINY, f"task.path={path}", "num_requests=2000", "request_rate=inf", f"out_dir={out_dir}")
-    process = start(*what, cwd=tmp_path)
+    process = fork(EVAL / "load.py", *what, cwd=tmp_path)
     wait_for_lines(out_dir / "requests.jsonl", 5, process)
     process.send_signal(signal.SIGINT)
     done = ended(process)
@@ -531,7 +522,9 @@ def test_ctrl_c_tells_what_had_not_come(tmp_path: Path) -> None:
     path = short_tasks(tmp_path / "tasks.jsonl")
     out_dir = tmp_path / "run"
     trace = write_tasks(tmp_path / "trace", [{"arrival_s": 0.0}] * 3 + [{"arrival_s": 3600.0 + i} for i in range(7)])
-    process = start(*TINY, f"task.path={path}", "arrivals=trace", f"trace={trace}", f"out_dir={out_dir}", cwd=tmp_path)
+    process = fork(
+        EVAL / "load.py", *TINY, f"task.path={path}", "arrivals=trace", f"trace={trace}", f"out_dir={out_dir}", cwd=tmp_path
+    )
     wait_for_lines(out_dir / "requests.jsonl", 3, process)
     process.send_signal(signal.SIGINT)
     done = ended(process)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache, partial
@@ -40,9 +37,10 @@ from specdec.training.features import OnlineFeatures, TokenSource
 from specdec.training.loop import fit
 from specdec.training.samples import mask_token
 from specdec.training.settings import Settings
-from support.cli import OFFLINE, TRAIN, call, ended, rows_of
+from support.cli import TRAIN, call, rows_of
 from support.drafters import SAMPLES, close, decode, gradients, plain, prompts, sample
 from support.methods import context
+from support.processes import fork_ranks
 from support.table import Restless, TableLM
 from support.training import WORKER, conversations, same, same_rows, state_of, stop_at
 
@@ -413,12 +411,7 @@ def test_two_processes_are_one(kind: str, embedding: str, arguments: list[str], 
     one = call(kind, *overrides, f"out_dir={tmp_path / 'one'}", cwd=tmp_path, folder=TRAIN)
     assert one.code == 0, one.err
     jobs = [["", *overrides, f"out_dir={tmp_path / how}", f"train.sharding={how}"] for how in ("ddp", "fsdp")]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
-        str(TRAIN / f"{kind}.py"), json.dumps(jobs),
-    ]  # fmt: skip
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = ended(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"}, **pipes))
+    done = fork_ranks(tmp_path / "worker.py", TRAIN / f"{kind}.py", json.dumps(jobs), cwd=tmp_path)
     assert done.code == 0, done.err
     for how in ("ddp", "fsdp"):
         assert (tmp_path / how / "last").exists(), done.out

@@ -9,10 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -45,9 +42,10 @@ from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
 from specdec.training.evaluate import prompts_of
 from specdec.training.features import OnlineFeatures
-from support.cli import OFFLINE, TRAIN, call, ended, rows_of
+from support.cli import TRAIN, call, rows_of
 from support.drafters import REDUCED, ROWS, SAMPLES, VOCAB, InWords, close, decode, gradients, prompts, sample
 from support.errors import refused
+from support.processes import fork_ranks
 from support.table import Restless
 from support.targets import SHIPPED, changed, random_target, tensors_of
 from support.training import conversations, same, same_rows, state_of, stop_at, train
@@ -796,7 +794,7 @@ for script, *arguments in json.loads(sys.argv[1]):
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """Every family, under torchrun: metrics and weights are those of one process at the same global batch."""
+    """Every family: metrics and weights are those of one process at the same global batch."""
     path = conversations(tmp_path / "tiny.jsonl")
     common = [
         "model=tiny", "model.dtype=float32", "model.device=cpu", "data=jsonl", f"data.path={path}", "data.held_out=2",
@@ -809,16 +807,11 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         "peagle": ["eagle", "method=peagle", "train.drafter.draft_vocab_size=100", "train.drafter.num_hidden_layers=2"],
     }
     (tmp_path / "worker.py").write_text(WORKER)
-    proposals = [
+    commands = [
         [str(TRAIN / f"{script}.py"), *more, *common, f"out_dir={tmp_path / name}-2", *sharding]
         for (name, (script, *more)), sharding in zip(jobs.items(), ([], [], ["train.sharding=fsdp"]), strict=True)
     ]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
-        json.dumps(proposals),
-    ]  # fmt: skip
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = ended(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"}, **pipes))
+    done = fork_ranks(tmp_path / "worker.py", json.dumps(commands), cwd=tmp_path)
     assert done.code == 0, done.err
     for name, (script, *more) in jobs.items():
         alone = call(script, *more, *common, f"out_dir={tmp_path / name}", cwd=tmp_path, folder=TRAIN)

@@ -26,8 +26,9 @@ from specdec.measure.stats import Totals
 from specdec.model import distributed, tensor_parallel
 from specdec.model.target import CausalLM
 from specdec.speculative_config import SpeculativeConfig
-from support.cli import EVAL, OFFLINE, Done, call, ended, rows_of
+from support.cli import EVAL, OFFLINE, Done, call, rows_of
 from support.methods import example_settings, tiny_prompts
+from support.processes import ended
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 SIZE = 2

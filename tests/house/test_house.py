@@ -31,7 +31,8 @@ MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML f
 ORDER = (
     "checked", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "hub", "model", "script",
     "row_state", "stop_rules", "engine", "policy", "checkpoint", "drafter", "artifact", "measure.stats", "method",
-    "speculative_config", "measure", "training", "config", "training.recipe", "sharing", "llm",
+    "speculative_config", "measure", "training", "config", "training.recipe", "training.synthesize", "training.prepare",
+    "sharing", "llm",
 )  # fmt: skip
 
 

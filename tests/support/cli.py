@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import runpy
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -66,11 +64,6 @@ def call(name: str, *arguments: object, cwd: Path, folder: Path = EVAL) -> Done:
     return Done(int(code or 0), out.getvalue(), err.getvalue())
 
 
-def ended(process: subprocess.Popen[str]) -> Done:
-    out, err = process.communicate(timeout=120)
-    return Done(process.returncode, out, err)
-
-
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -86,11 +79,3 @@ def contents(folder: Path) -> dict[str, bytes]:
 def write_tasks(path: Path, lines: list[Any]) -> Path:
     path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
     return path
-
-
-def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str]) -> None:
-    limit = time.monotonic() + 90
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None, f"ended too soon: {ended(process)}"
-        assert time.monotonic() < limit, "no progress"
-        time.sleep(0.005)

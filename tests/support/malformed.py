@@ -47,7 +47,7 @@ from specdec.llm import EngineArgs
 from specdec.measure import arrivals, records, serving, tasks
 from specdec.policy import cost_table
 from specdec.speculative_config import SpeculativeConfig
-from specdec.training import data, features
+from specdec.training import data, features, prepare, synthesize
 
 ROOT = CONF.parent
 SECONDS = 60  # a case that takes longer hangs
@@ -742,14 +742,13 @@ def render_cases() -> Iterator[Case]:
 
 def prepare_cases() -> Iterator[Case]:
     """Prompt sets and openings of train/prepare.py."""
-    prepare = runpy.run_path(str(ROOT / "train/prepare.py"))
 
     def case(name: str, door: str, content: bytes) -> Case:
         def action(scratch: Path) -> Any:
             (scratch / "file.jsonl").write_bytes(content)
             if door == "openings":
-                return prepare["openings_of"](scratch / "file.jsonl")
-            return prepare["conversations"](scratch / "file.jsonl", None, tiny().target.tokenizer)
+                return synthesize.read_openings(scratch / "file.jsonl")
+            return prepare.read_prompts(scratch / "file.jsonl", None, tiny().target.tokenizer)
 
         return Case("prepare", f"{door}: {name}", action)
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
-import os
 import re
 import runpy
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,14 +25,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import artifact, hub
 from specdec.artifact import Writer, manifest_of
-from specdec.config import CONF
 from specdec.drafter.batch import Batch, Sample
 from specdec.measure import records
 from specdec.model.target import CausalLM
-from specdec.training import data, features
+from specdec.training import data, features, prepare
 from specdec.training.features import OnlineFeatures, StoredFeatures, extract
+from support import cli
+from support.cli import TRAIN
+from support.processes import ended, fork
 
-TRAIN = CONF.parent / "train"
 LISTS = [(), (0,), (4,), (1, 3), (3, 1), (0, 1, 2, 3, 4)]
 
 
@@ -680,39 +676,7 @@ def test_files_are_written_as_vllm_writes_them(target: CausalLM, tmp_path: Path,
 # ------------------------------------------------------------------------------------------- train/extract.py
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The one line that it failed with."""
-        assert self.code != 0, self.out
-        message = self.err.strip()
-        assert len(message.splitlines()) == 1, f"more than one line:\n{message}"
-        assert message.startswith("error: "), message
-        return message
-
-
-def call(name: str, *arguments: object, cwd: Path) -> Done:
-    """A script in this process, as `python train/NAME.py ARGUMENTS` from another directory."""
-    script = TRAIN / f"{name}.py"
-    out = io.StringIO()
-    err = io.StringIO()
-    code = None
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.chdir(cwd)
-        patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-    if isinstance(code, str):
-        err.write(f"{code}\n")
-        code = 1
-    return Done(int(code or 0), out.getvalue(), err.getvalue())
+call = partial(cli.call, folder=TRAIN)
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -871,20 +835,14 @@ def test_extract_that_is_killed_goes_on(tmp_path: Path) -> None:
         rows.append({"id": f"t{i}", "input_ids": ids, "loss_mask": [int(n > 50) for n in range(len(ids))]})
     file = jsonl(tmp_path / "tokens.jsonl", rows)
     arguments = ["model=tiny", "data=jsonl", f"data.path={file}", "layer_ids=[1,3]", "shard_mb=0"]
-    command = [sys.executable, str(TRAIN / "extract.py"), *arguments, "out_dir=killed"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        deadline = time.monotonic() + 90
-        while len(list((tmp_path / "killed").glob("hidden-*.safetensors"))) < 5:
-            assert process.poll() is None, process.communicate()[1].decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.communicate()
+    process = fork(TRAIN / "extract.py", *arguments, "out_dir=killed", cwd=tmp_path)
+    deadline = time.monotonic() + 90
+    while len(list((tmp_path / "killed").glob("hidden-*.safetensors"))) < 5:
+        assert process.poll() is None, ended(process).err
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    assert ended(process).code == -signal.SIGKILL
     there = {path: path.read_bytes() for path in (tmp_path / "killed").glob("hidden-*.safetensors")}
     assert 5 <= len(there) < 250
     done = call("extract", *arguments, "out_dir=killed", "resume=true", cwd=tmp_path)
@@ -1009,7 +967,7 @@ def test_prepare_says_what_is_wrong_in_a_line(prepared: Path, tmp_path: Path) ->
         ("resume=true", "seed=1"): "out.jsonl was begun with other settings",
         ("resume=true", "limit=2"): "out.jsonl was begun with other settings",
         ("out=new.jsonl", "prompts=gone.jsonl"): "prompts=gone.jsonl: no such file",
-        ("out=new.jsonl", "answers.temperatures=[]"): "answers.temperatures=[] is empty",
+        ("out=new.jsonl", "answers.temperatures=[]"): "answers.temperatures=[] must be a list of temperatures",
         ("out=new.jsonl", "temperature=1"): "unknown key 'temperature'; did you mean",
         ("out=new.jsonl", "prompts=bad.jsonl"): "no row with user turns",
     }
@@ -1171,7 +1129,6 @@ def test_what_prepare_does_not_use_is_said(tooled: Path, tmp_path: Path) -> None
 
 def test_of_an_earlier_answer_the_text_as_generated_is_supervised() -> None:
     """The last prompt may have the end of an earlier answer in other tokens."""
-    prepare = runpy.run_path(str(TRAIN / "prepare.py"), run_name="prepare")
     task = SimpleNamespace(id="a", category="c", turns=("one", "two"), system=None, tools=None)
     params = SimpleNamespace(temperature=0.0)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
@@ -1184,7 +1141,7 @@ def test_of_an_earlier_answer_the_text_as_generated_is_supervised() -> None:
             SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[10, 11, 12], params=params, finish_reason="stop"),
             SimpleNamespace(prompt_token_ids=second, output_token_ids=[20], params=params, finish_reason="stop"),
         ]
-        row = prepare["request_record"](task, requests, tokenizer)
+        row = prepare.conversation_row(task, requests, tokenizer)
         assert row["input_ids"] == [*second, 20]
         assert row["loss_mask"] == mask
 

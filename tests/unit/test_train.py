@@ -11,8 +11,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,8 +43,9 @@ from specdec.training.features import OnlineFeatures
 from specdec.training.loop import fit
 from specdec.training.samples import batch_indices, split_validation
 from specdec.training.settings import Settings
-from support.cli import EVAL, OFFLINE, TRAIN, Cli, Done, call, contents, ended, rows_of
+from support.cli import EVAL, TRAIN, Cli, Done, call, contents, rows_of
 from support.drafters import REDUCED
+from support.processes import ended, fork, fork_ranks, start
 from support.targets import loaded
 from support.training import (
     SAMPLES,
@@ -1009,9 +1008,7 @@ def test_without_held_out_samples(arguments: list[str], cli: Cli, tmp_path: Path
 
 def test_a_mistake_is_an_exit_code(arguments: list[str], tmp_path: Path) -> None:
     """As a process of its own."""
-    command = [sys.executable, str(TRAIN / "eagle.py"), *arguments, "train.lrr=1"]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = ended(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **OFFLINE}, **pipes))
+    done = ended(start(TRAIN / "eagle.py", *arguments, "train.lrr=1", cwd=tmp_path))
     assert (done.code, done.error) == (1, "error: unknown key 'train.lrr'; did you mean 'train.lr'?")
     assert list(tmp_path.iterdir()) == []
 
@@ -1191,9 +1188,7 @@ def test_a_kill_in_the_middle_of_a_save(trained: Fitted, arguments: list[str], c
     (tmp_path / "kill.py").write_text(KILL)
     out_dir = tmp_path / "run"
     where = (*arguments, *EAGLE3, f"out_dir={out_dir}")
-    command = [sys.executable, str(tmp_path / "kill.py"), str(TRAIN / "eagle.py"), *where]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = ended(subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **OFFLINE}, **pipes))
+    done = ended(fork(tmp_path / "kill.py", TRAIN / "eagle.py", *where, cwd=tmp_path))
     assert done.code == -signal.SIGKILL, done.err
     assert steps_in(out_dir) == [4, 5], "step 8 is not there"
     assert (out_dir / "last").resolve() == step_dir(out_dir, 5).resolve()
@@ -1220,13 +1215,7 @@ def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, 
         ["", *crossed, "resume=true", "train.sharding=fsdp"],
         ["", *refused, "train.global_batch_size=3"],
     ]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(tmp_path / "worker.py"),
-        str(TRAIN / "eagle.py"), json.dumps(jobs),
-    ]  # fmt: skip
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    env = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"}
-    done = ended(subprocess.Popen(command, cwd=tmp_path, env=env, **pipes))
+    done = fork_ranks(tmp_path / "worker.py", TRAIN / "eagle.py", json.dumps(jobs), cwd=tmp_path)
     assert done.code == 0, done.err
     rows = rows_of(trained[0] / "metrics.jsonl")
     for name in ("ddp", "fsdp", "crossed"):
@@ -1288,10 +1277,8 @@ def test_wandb_offline_holds_the_metrics(
     (tmp_path / "cwd").mkdir()
     out_dir = tmp_path / "run"
     what = (*arguments, *EAGLE3, "train.max_steps=4", "logger=wandb", f"out_dir={out_dir}")
-    env = {**os.environ, **OFFLINE, "HOME": str(tmp_path / "home"), "SPECDEC_CACHE": cache_dir}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, str(TRAIN / "eagle.py"), *what]
-    done = ended(subprocess.Popen(command, cwd=tmp_path / "cwd", env=env, **pipes))
+    env = {"HOME": str(tmp_path / "home"), "SPECDEC_CACHE": cache_dir}
+    done = ended(start(TRAIN / "eagle.py", *what, cwd=tmp_path / "cwd", **env))
     assert done.code == 0, done.err
     assert "wandb: offline" in done.out
     assert list((tmp_path / "cwd").iterdir()) == []

@@ -1,0 +1,136 @@
+"""Tasks decoded with a method, and plainly beside it: the rows of both, what was gained, and whether anything was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.drafter.shared_vocab import SharedVocab
+from specdec.engine import Engine
+from specdec.measure import records, tasks
+from specdec.measure.records import JsonlFile
+from specdec.measure.report import console
+from specdec.measure.report import run as run_report
+from specdec.measure.tasks import Task
+from specdec.params import SamplingParams
+from specdec.policy import profiling
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All tasks decoded once.
+
+    method: the name of the engine's method
+    engine: decodes
+    path: of the file with a row per request
+    """
+
+    method: str
+    engine: Engine
+    path: Path
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all rows have in common."""
+        return {
+            "method": self.method,
+            "rejection": self.engine.verifier.name,
+            "num_speculative_tokens": self.engine.proposer.num_speculative_tokens,
+            "lossless": self.engine.verifier.lossless,
+        }
+
+
+def decode(passes: Sequence[Pass], chosen: list[Task], params: SamplingParams, seed: int) -> list[JsonlFile]:
+    """Decode what the files of the passes do not have yet, group by group with every pass in turn. Returns the files: none in
+    a process that does not write."""
+    target = passes[0].engine.target
+    is_main = target.processes.is_main
+    files = [JsonlFile(each.path) for each in passes] if is_main else []
+    for file in files:
+        records.check_rows(file.rows, file.path)
+    answered = target.processes.broadcast_object([file.answered for file in files])
+    num_answered = {each.method: len(outputs) for each, outputs in zip(passes, answered, strict=True)}
+    with console.progress(sum(len(task.turns) for task in chosen), is_main, **num_answered) as advance:
+        for group in tasks.groups(chosen, passes[0].engine.max_batch_size):
+            for place, each in enumerate(passes):
+                for task, turn, request in tasks.decode(each.engine, group, params, seed, answered[place]):
+                    if is_main:
+                        files[place].add(records.request_record(task, turn, request, target.tokenizer, each.facts))
+                    advance(each.method)
+    for file in files:
+        file.close()
+    return files
+
+
+def verify_seconds(engine: Engine, files: list[JsonlFile], num_rows: int) -> Callable[[float], float]:
+    """Seconds of a forward of n tokens in each of num_rows rows, in the middle of an average request. Every process of the
+    target takes part."""
+    rows = files[-1].rows if files else []
+    lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in rows]
+    context = engine.target.processes.broadcast_object(int(sum(lengths) / len(lengths)) if lengths else None)
+    max_tokens = engine.proposer.num_speculative_tokens + 1
+    return profiling.verify_seconds(engine.target, num_rows, max_tokens, context)
+
+
+def summarize(
+    passes: Sequence[Pass], files: list[JsonlFile], verify_s: Callable[[float], float], params: SamplingParams
+) -> dict[str, Any]:
+    """The numbers of a run: acceptance, speed, and whether the output is the target's.
+
+    passes: the method's last; before it, if there is one, that of plain decoding
+    files: of the passes
+    verify_s: as `verify_seconds` returns it
+    params: of the requests
+    """
+    engine = passes[-1].engine
+    rows = files[-1]
+    plain = files[0] if len(passes) > 1 else None
+    max_draft = engine.proposer.num_speculative_tokens
+    short, verdict = run_report.lossless_verdict(
+        engine.verifier, params.greedy, rows.answered, None if plain is None else plain.answered
+    )
+    category_of = {row["id"]: row["category"] for row in rows.rows}
+    summary = {
+        "num_speculative_tokens": max_draft,
+        "lossless": engine.verifier.lossless,
+        "lossless_short": short,
+        "lossless_verdict": verdict,
+        "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, max_draft + 2)},
+        "plain_step_s": verify_s(1),
+        "environment": records.environment(),
+        **run_report.summarize(rows.stats, {} if plain is None else plain.stats, category_of, verify_s),
+    }
+    reasons = [] if plain is None else run_report.busy_reasons(summary, passes[-1].method, timed_on_cpu(engine))
+    summary["busy"] = reasons
+    vocabulary = getattr(engine.proposer, "vocabulary", None)
+    if isinstance(vocabulary, SharedVocab):
+        summary["vocabulary"] = vocabulary.coverage(rows.answered.values())
+    return summary
+
+
+def timed_on_cpu(engine: Engine) -> bool:
+    """Whether this process's CPU time did all of the work."""
+    return engine.target.device.type == "cpu" and engine.target.processes.size == 1
+
+
+def notes(engine: Engine, summary: dict[str, Any]) -> list[str]:
+    """What a reader of the table must know, a line each."""
+    lines = []
+    overall = summary["overall"]
+    if summary["busy"]:
+        lines.append(run_report.busy_note(summary["busy"], overall["speedup_cpu"] if timed_on_cpu(engine) else None))
+    if engine.verifier.name == "block" and not engine.proposer.needs_uniforms:
+        lines.append("note: these drafts are deterministic, for which block verification equals standard; nothing is gained")
+    if overall["num_draft_tokens"] and not overall["num_accepted_tokens"]:
+        drafted = f"none of {overall['num_draft_tokens']} drafted tokens was accepted"
+        lines.append(f"note: {drafted}; was the drafter trained for this target?")
+    if coverage := summary.get("vocabulary"):
+        lines.append(
+            f"vocabulary: {coverage['share_of_emitted']:.2%} of the {coverage['num_emitted']} tokens that were emitted can be "
+            f"drafted, {coverage['share_of_vocabulary']:.1%} of the vocabulary"
+        )
+    if summary["resumed"]:
+        lines.append("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
+    return lines
