@@ -535,7 +535,7 @@ def test_what_wandb_refuses_at_the_end_loses_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wandb, "init", refuse)
     done = run("eval/run", *FEW, *WANDB, f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == 1
-    assert done.err.splitlines()[-1].startswith("error: logger=wandb: CommError: no such entity; mend that, or use ")
+    assert done.err.splitlines()[-1].startswith("error: logger=wandb: CommError: no such entity; fix that, or use ")
     assert (tmp_path / "run" / "summary.json").exists()
 
 
