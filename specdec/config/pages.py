@@ -79,9 +79,9 @@ class Model(Checked):
             raise ValueError(f"model.size={size}: {self.name} has no such size; {nearest(size, map(str, self.sizes))}")
         return self.sizes[size]
 
-    def load(self, dtype: str | None = None, device: str | None = None, processes: ProcessGroup = SINGLE) -> CausalLM:
-        """The target, with its weights. dtype, device: where the group names none."""
-        return CausalLM(self.source, self.dtype or dtype, self.device or device, self.revision, processes)
+    def load(self, dtype: str | None = None, processes: ProcessGroup = SINGLE) -> CausalLM:
+        """The target, with its weights. dtype: if the group names none."""
+        return CausalLM(self.source, self.dtype or dtype, self.device, self.revision, processes)
 
     def arguments(self) -> str:
         """The choice as words of a command line, where it is not the default, each with a space behind it. Raises ValueError if
@@ -105,6 +105,7 @@ class Choice(Checked):
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The keys of its YAML file but for the name."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -186,7 +187,8 @@ class Acceptance(Checked):
 
 
 class Recipe(Settings):
-    """The `train` group: settings of the loop, and the records of the method's own: drafter, init and objective."""
+    """The `train` group: settings of the loop, and values for the method's own records (`architecture_type`, `init_type`,
+    `objective_type` of its class)."""
 
     name: str
     drafter: dict[str, Any]
@@ -195,7 +197,7 @@ class Recipe(Settings):
 
 
 class Synthesis(Checked):
-    """How user turns are made up."""
+    """How the target makes up user turns."""
 
     what: ClassVar[str] = "synthesize key"
 
@@ -302,7 +304,7 @@ class Decoding(Run):
         """What speculative_config or the groups mean. Raises ValueError for what cannot work with any target."""
         if self.speculative_config is not None:
             return SpeculativeConfig.parse(self.speculative_config).resolve()
-        policy = {key: value for key in POLICY_KEYS if (value := getattr(self, key, None)) not in (None, False)}
+        policy = {key: value for key, value in self.model_dump(include=set(POLICY_KEYS)).items() if value is not False}
         settings = self.method.settings | self.rejection.settings | policy
         names = {"method": self.method.name, "rejection_sample_method": self.rejection.name}
         return SpeculativeConfig(**{key: value for key, value in settings.items() if value is not None} | names).resolve()
