@@ -231,7 +231,7 @@ def judged(length_B: list[int], accepted_B: list[int]) -> tuple[np.ndarray, Draf
 
 
 def test_k_follows_what_is_accepted() -> None:
-    """Long drafts for a row whose drafts are accepted, short ones for one whose drafts are not; none where they cost too much."""
+    """Long drafts for a row whose drafts are accepted, short ones for one whose drafts are not; none where they cost more."""
     for dear, want in ((False, "longer"), (True, "nothing")):
         deciding = Adaptive(costs(8, 3.0 if dear else 0.1, 0.5 if dear else 0.02), 8, 2, auto=True, prunes=False)
         for row in range(2):
