@@ -20,7 +20,7 @@ def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None)
 
 
 def first_line(error: Exception) -> str:
-    """Another library's error, short enough to stand inside a line of ours."""
+    """Another library's error, short enough for a part of our line."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
 
 
@@ -45,13 +45,13 @@ def builtin(value: Any) -> Any:
     return {builtin(key): builtin(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def whole_text(text: str, what: str) -> str:
-    """The text itself. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read."""
+def check_text(text: str, what: str) -> str:
+    """The text. Raises ValueError for one with half of a surrogate pair, which no tokenizer can read. what: names it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"{text[error.start : error.start + 1]!r} at character {error.start}"
-        raise ValueError(f"{what} holds {found}, half of a surrogate pair, which is no text; remove it") from None
+        half = f"{text[error.start : error.start + 1]!r} at character {error.start}"
+        raise ValueError(f"{what} holds {half}, half of a surrogate pair, which is no text; remove it") from None
     return text
 
 
@@ -75,7 +75,7 @@ class Checked(BaseModel):
         for key, value in values.items():
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str):
-                    whole_text(text, f"{self.what} {key}")
+                    check_text(text, f"{self.what} {key}")
             try:
                 values[key] = builtin(value)
             except RecursionError:
@@ -87,7 +87,7 @@ class Checked(BaseModel):
 
     @classmethod
     def prefix(cls) -> str:
-        """What stands before a key in messages: `train.` of the group train."""
+        """Text before a key in messages: `train.` for the group train."""
         group = cls.what.removesuffix("key").rstrip()
         return "" if cls.what == "key" else f"{group}." if group != cls.what else f"{cls.what} "
 
@@ -97,7 +97,7 @@ def first_mistake(
 ) -> str:
     """pydantic's report as one line: the first key that is wrong, its value, and the limit.
 
-    prefix: stands before the key
+    prefix: text before the key
     record, values: the class of the record and what it was given, for the descriptions of its fields
     """
     first = error.errors(include_url=False)[0]

@@ -36,7 +36,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from types import FunctionType, UnionType
+from typing import Any, ClassVar, Protocol, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -498,27 +499,18 @@ class StatelessProposer:
 
 
 def check_proposer(proposer: Any) -> None:
-    """Raise ValueError, one line, for an object that does not keep the `Proposer` protocol."""
+    """Raise ValueError, one line, for an object that lacks an attribute or method of `Proposer`, or has it in another type."""
     cls = type(proposer).__name__
     advice = "inherit specdec.core.StatelessProposer, which has a default"
-    kinds: dict[str, Any] = {
-        "name": str,
-        "num_speculative_tokens": int,
-        "max_model_len": int | None,
-        "hidden_layers": tuple,
-        "needs_logits": bool,
-        "needs_uniforms": bool,
-        "num_confidence_features": int,
-        "component_names": tuple,
-    }
-    for key, kind in kinds.items():
+    for key, hint in get_type_hints(Proposer).items():
         if not hasattr(proposer, key):
             raise ValueError(f"proposer {cls} has no {key}; {advice}")
         value = getattr(proposer, key)
-        if not isinstance(value, kind):
+        kind = tuple if get_origin(hint) is tuple else hint
+        if isinstance(kind, type | UnionType) and key != "cost_proposer" and not isinstance(value, kind):
             raise ValueError(f"proposer {cls}: {key}={value!r} must be {getattr(kind, '__name__', kind)}")
-    for key in ("on_start", "on_finish", "propose", "catch_up", "bytes_to_grow", "reserve", "reset", "wipe"):
-        if not callable(getattr(proposer, key, None)):
+    for key, declared in vars(Proposer).items():
+        if isinstance(declared, FunctionType) and not key.startswith("_") and not callable(getattr(proposer, key, None)):
             raise ValueError(f"proposer {cls} has no method {key}; {advice}")
 
 

@@ -50,7 +50,9 @@ from specdec.stop_rules import StopRules
 MAX_PENDING_STATES = 256  # tokens whose states are kept for a row that drafts nothing, before the proposer has to read them
 ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request
 # In place of a verdict's token: whose logits hold nan or inf; or that the request's own settings leave no token to sample.
-TARGET_NOT_FINITE, DRAFTER_NOT_FINITE, NOTHING_LEFT = -1, -2, -3
+TARGET_NOT_FINITE = -1
+DRAFTER_NOT_FINITE = -2
+NOTHING_LEFT = -3
 BONUS_COLUMN = -1  # column of uniforms that samples the extra token; the same for every draft length, so for any batch mates
 
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import ConfigDict, Field, field_validator
 
 from specdec.chat.template import unread_template_kwargs
-from specdec.checked import Checked, nearest, short_repr, whole_text
+from specdec.checked import Checked, check_text, nearest, short_repr
 from specdec.core import Request
 from specdec.engine import Engine
 from specdec.measure.stats import Metric, SpecDecodeMetrics, Totals
@@ -221,7 +221,7 @@ class LLM:
 
     def _tokenize(self, prompt: str | dict[str, Any]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, list(self.target.tokenizer(whole_text(prompt, "prompt"))["input_ids"])
+            return prompt, list(self.target.tokenizer(check_text(prompt, "prompt"))["input_ids"])
         if not isinstance(prompt, dict):
             raise ValueError(f"prompt {short_repr(prompt)} is neither a string nor {{'prompt_token_ids': [...]}}")
         for key in prompt:

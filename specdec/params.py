@@ -13,10 +13,10 @@ GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
 class SamplingParams(Checked):
-    """How one request is sampled and when it stops. Names and meanings are those of vLLM's class of this name;
-    `max_new_tokens` and `min_new_tokens`, as Hugging Face says, are accepted for `max_tokens` and `min_tokens`.
+    """How one request is sampled and when it stops, with the names and meanings of vLLM's class of this name. Hugging Face's
+    `max_new_tokens` and `min_new_tokens` are accepted for `max_tokens` and `min_tokens`.
 
-    Unlike vLLM, `min_p` and `logit_bias` work with speculation.
+    Unlike in vLLM, `min_p` and `logit_bias` work with speculation.
     """
 
     what = "sampling parameter"
@@ -46,14 +46,13 @@ class SamplingParams(Checked):
         if not isinstance(values, dict):
             return values
         values = dict(values)
-        for ours, theirs in (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens")):
-            if theirs in values:
-                value = values.pop(theirs)
-                if value is None:
-                    continue
-                if values.get(ours, value) != value:
-                    raise ValueError(f"{ours}={values[ours]} and {theirs}={value} differ; give one of them")
-                values[ours] = value
+        for key, alias in (("max_tokens", "max_new_tokens"), ("min_tokens", "min_new_tokens")):
+            value = values.pop(alias, None)
+            if value is None:
+                continue
+            if values.get(key, value) != value:
+                raise ValueError(f"{key}={values[key]} and {alias}={value} differ; give one of them")
+            values[key] = value
         if isinstance(values.get("stop"), str):
             values["stop"] = [values["stop"]]
         for key in ("stop", "stop_token_ids"):
@@ -67,7 +66,7 @@ class SamplingParams(Checked):
             if key not in ("method", "num_speculative_tokens"):
                 raise ValueError(f"speculative_config key {key!r} is not a request's; it may lower num_speculative_tokens")
             if key == "method" and value != PLAIN:
-                raise ValueError(f"speculative_config method={value!r} of a request: only {PLAIN!r} can be said there")
+                raise ValueError(f"speculative_config method={value!r} of a request: only {PLAIN!r} is possible")
             if key == "num_speculative_tokens" and (type(value) is not int or value < 0):
                 raise ValueError(f"speculative_config num_speculative_tokens={value!r} of a request must be a number from 0 on")
         if "" in self.stop:
@@ -83,17 +82,18 @@ class SamplingParams(Checked):
 
     @property
     def num_speculative_tokens(self) -> int | None:
-        """What the request itself says about it: 0 for none, None for the engine's."""
-        own = self.speculative_config or {}
-        return 0 if own.get("method") == PLAIN else own.get("num_speculative_tokens")
+        """The most tokens of a draft for this request: 0 for no speculation, None for the engine's number."""
+        config = self.speculative_config or {}
+        return 0 if config.get("method") == PLAIN else config.get("num_speculative_tokens")
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def plain(self) -> bool:
-        """True when the logits reach the argmax (or the softmax) unchanged but for the temperature."""
+        """Whether nothing but the temperature changes the logits."""
         return (
             self.repetition_penalty == 1
             and not self.presence_penalty

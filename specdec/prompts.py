@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from specdec import sampling
-from specdec.checked import first_line, short_repr, whole_text
+from specdec.checked import check_text, first_line, short_repr
 from specdec.core import Request
 
 
@@ -43,7 +43,7 @@ def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages ({first_line(error)}); correct one of them") from None
-    return whole_text(str(text), "the conversation")
+    return check_text(str(text), "the conversation")
 
 
 def answer_text(request: Request, tokenizer: Any) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def run(cfg: Extract) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # as in train/eagle.py
-    from specdec import artifact, config, hub
+    from specdec import artifact, hub
     from specdec.measure.report import console
     from specdec.method.eagle3 import Architecture
     from specdec.training import features

@@ -145,7 +145,8 @@ def _plain_errors() -> Iterator[None]:
         key = re.search(r"full_key: (\S+)", str(error))
         raise ValueError(f"{key[1]} is missing; give {key[1]}=..." if key else str(error)) from None
     except (HydraException, OmegaConfBaseException) as error:
-        merged, reason = str(error).removeprefix("Error merging override ").strip(), error.__cause__
-        if merged != str(error) and reason is not None:
-            raise ValueError(f"{merged} must be of the kind of its default ({str(reason).splitlines()[0]})") from None
+        override = str(error).removeprefix("Error merging override ").strip()
+        if override != str(error) and error.__cause__ is not None:
+            reason = str(error.__cause__).splitlines()[0]
+            raise ValueError(f"{override} must be of the kind of its default ({reason})") from None
         raise ValueError(str(error)) from None

@@ -288,9 +288,10 @@ class Decoding(Run):
     @classmethod
     def _checkpoint_of_method(cls, values: dict[str, Any]) -> dict[str, Any]:
         """checkpoint=DIR is the model of the method that drafts with it."""
-        checkpoint, chosen = values.get("checkpoint"), values["method"]
+        checkpoint = values.get("checkpoint")
         if not isinstance(checkpoint, str):
             return values
+        chosen = values["method"]
         if values["speculative_config"] is not None:
             raise ValueError("checkpoint= and speculative_config= say the same thing; put the directory into its key 'model'")
         if "model" not in chosen:

@@ -62,7 +62,7 @@ class Metrics:
             self.run.log(dict(_flat(row)), step=row["step"])
 
     def close(self, summary: dict[str, Any], plots: list[Path]) -> str | None:
-        """Returns where W&B keeps the run, if it does."""
+        """Returns the mode and the directory of the W&B run, if there is one."""
         self.rows.close()
         if self.run is None:
             return None
@@ -87,7 +87,8 @@ def _flat(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def to_wandb(cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str, Any], plots: list[Path]) -> str:
-    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no key. Returns where it went."""
+    """Log a finished run: a table of requests, the summary, the plots. Offline where there is no
+    key. Returns the mode and the directory of the W&B run."""
     import wandb
 
     run, mode = _wandb_run(cfg, job_type="eval")
@@ -104,7 +105,7 @@ def to_wandb(cfg: dict[str, Any], rows: list[dict[str, Any]], summary: dict[str,
 
 
 def _wandb_run(cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
-    """A run of W&B: of a directory always the same one, whose id is kept there."""
+    """The W&B run of a directory: always the same one, by the id in its wandb.json; and its mode."""
     import wandb
 
     logger = cfg["logger"]
@@ -125,13 +126,13 @@ def _wandb_run(cfg: dict[str, Any], job_type: str) -> tuple[Any, str]:
         )
     except wandb.Error as error:
         raise ValueError(
-            f"logger=wandb: {first_line(error)}; mend that, or use logger.mode=offline; the files in {cfg['out_dir']} are whole"
+            f"logger=wandb: {first_line(error)}; fix that, or use logger.mode=offline; {cfg['out_dir']} is complete"
         ) from None
     return run, mode
 
 
 def _wandb_id(path: Path) -> str:
-    """The id in a file, which is made if there is none."""
+    """The id in a file; a new one if there is no file."""
     if not path.exists():
         write_json(path, {"id": os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)})
     try:

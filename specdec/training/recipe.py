@@ -1,7 +1,7 @@
 """From a composed configuration to a trained drafter: what the scripts in train/ share.
 
-A script trains the methods whose facts name it. The rest is here, in the order in which things happen: check what a typo can
-break, load the target and the data, make the drafter, `fit`, and write the results.
+A script trains the methods whose facts name it. `run` is the rest, in the order in which things happen: check what a typo can
+break, load the target and the data, make the drafter, `fit`, and write the summary.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from torch import Tensor
 
 from specdec import config, hub, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
+from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.measure import logger, records
 from specdec.measure.report import console
@@ -29,8 +31,8 @@ from specdec.training import features, loop
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
 
-# what a run may be resumed with other values of
-FREE = (
+# settings that may change when a run is resumed
+CHANGEABLE = (
     "max_steps",
     "num_epochs",
     "log_every",
@@ -43,6 +45,9 @@ FREE = (
 )
 
 
+# settings of a method that training has of its own
+NOT_TRAINED = ("model", "revision", "parallel_drafting")
+
 # every batch has shapes of its own, and oneDNN would keep the kernels of 1,024 of them: gigabytes that are never used again
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
@@ -50,7 +55,8 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 def run(cfg: Train, script: str) -> dict[str, Any]:
     """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights
-    name, settings = cfg.method.name, cfg.train
+    name = cfg.method.name
+    settings = cfg.train
     drafter_class: type[TrainableDrafter] = method.find(name)
     if cfg.method.settings.get("parallel_drafting"):
         raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
@@ -92,9 +98,8 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     samples, held_out = split_validation(loaded.samples, cfg.data.held_out)
 
     checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples, held_out)
-    no_setting = ("model", "revision", "parallel_drafting")
-    asked = {key: value for key, value in cfg.method.settings.items() if key not in no_setting}
-    drafter = drafter_class(target, checkpoint, **asked)
+    drafting = {key: value for key, value in cfg.method.settings.items() if key not in NOT_TRAINED}
+    drafter = drafter_class(target, checkpoint, **drafting)
     source: Any
     if not drafter.needs_target(objective):
         source = features.TokenSource(device)
@@ -102,16 +107,11 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
             console.show("note: features.path is not read, since this objective learns from the data's tokens alone")
     elif cfg.features.path:
         source = features.StoredFeatures(cfg.features.path, target, drafter.hidden_layers, cfg.features.layer_ids)
-        for sample in (*samples, *held_out):  # found now, not in the middle of a run
+        for sample in (*samples, *held_out):  # a missing one is an error now, not in the middle of the run
             source.locate(sample)
     else:
         source = features.OnlineFeatures(target, drafter.hidden_layers, int(cfg.features.keep_gb * 2**30))
-    feature_sample = None
-    if drafter.hidden_layers:
-        some = source(samples[:64])
-        # the first token of a prompt is an attention sink, thousands of times larger than the others: it would set the scale
-        beyond_first = np.arange(len(some.token_N)) - np.repeat(np.cumsum(some.length_B) - some.length_B, some.length_B) > 0
-        feature_sample = some.hidden(drafter.hidden_layers)[torch.from_numpy(beyond_first).to(device)]
+    feature_sample = without_first_tokens(source(samples[:64]), drafter.hidden_layers) if drafter.hidden_layers else None
     drafter.for_training(objective, init, feature_sample, warm_start=cfg.checkpoint is not None)
 
     identity = {
@@ -123,12 +123,12 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         "drafter": checkpoint.config,
         "init": init.model_dump(),
         "objective": objective.model_dump(),
-        "train": settings.model_dump(exclude={"name", "drafter", "init", "objective", *FREE}),
+        "train": settings.model_dump(exclude={"name", "drafter", "init", "objective", *CHANGEABLE}),
         "seed": cfg.seed,
         "checkpoint": cfg.checkpoint,
         "checkpoint_weights": hub.weights_digest(native.find(cfg.checkpoint)) if cfg.checkpoint else None,
         # the best checkpoint is chosen by these
-        "eval": config.plain(cfg.eval) | {"held_out": cfg.data.held_out} | asked,
+        "eval": config.plain(cfg.eval) | {"held_out": cfg.data.held_out} | drafting,
     }
     if processes.is_main_process:
         cfg.claim(identity)
@@ -139,7 +139,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
 
     def evaluate(saved: Path) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
-        proposer = method.build(name, target, model=str(saved), **asked)
+        proposer = method.build(name, target, model=str(saved), **drafting)
         return acceptance(target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size)
 
     metrics = logger.Metrics(out_dir, config.plain(cfg)) if processes.is_main_process else None
@@ -175,15 +175,25 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     if where:
         console.show(f"wandb: {where}")
     console.show(f"written to {out_dir}; decode with it:")
-    count = f"method.num_speculative_tokens={asked['num_speculative_tokens']}"
+    count = f"method.num_speculative_tokens={drafting['num_speculative_tokens']}"
     print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
     stop(processes, result)
     return result
 
 
+def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:
+    """[tokens, T, D] target states of all but the first token of each sample: that is an attention sink, thousands of times
+    larger than the others, and would set the scale."""
+    start_B = np.cumsum(batch.length_B) - batch.length_B
+    is_first_N = np.zeros(len(batch.token_N), dtype=bool)
+    is_first_N[start_B] = True
+    states = batch.hidden(layers)
+    return states[torch.from_numpy(~is_first_N).to(states.device)]
+
+
 def stop(processes: PartialState, result: dict[str, Any]) -> None:
-    """End a run that was stopped with the exit code of its signal: 130 (SIGINT) or 143 (SIGTERM), after all processes have come
-    so far."""
+    """If a signal stopped the run, end the process with its exit code, 130 (SIGINT) or 143 (SIGTERM), when all processes are
+    here."""
     if result["interrupted"]:
         processes.wait_for_everyone()
         sys.exit(128 + result["stopped_by"])
@@ -193,13 +203,15 @@ def new_drafter(
     drafter_class: type[TrainableDrafter], target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
     held_out: Any,
 ) -> Checkpoint:  # fmt: skip
-    """The checkpoint to begin with: a new drafter, or the one that is named."""
+    """The checkpoint to begin with: that of cfg.checkpoint, or of a new drafter."""
     checkpoint = drafter_class.load_checkpoint(target, cfg.checkpoint, None) if cfg.checkpoint else None
     key = drafter_class.facts.mask_key
     if key is not None:
-        given = architecture[key] if checkpoint is None or architecture[key] is not None else checkpoint.config.get(key)
-        architecture[key] = mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, given)
-        if checkpoint is not None and checkpoint.config.get(key) is None:  # one that has learned no mask token yet
+        token = architecture[key]
+        if token is None and checkpoint is not None:
+            token = checkpoint.config.get(key)
+        architecture[key] = mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, token)
+        if checkpoint is not None and checkpoint.config.get(key) is None:  # it was not trained with a mask token before
             checkpoint.config[key] = architecture[key]
     if checkpoint is not None:
         return same_drafter(checkpoint, drafter_class, target, architecture)
@@ -211,14 +223,14 @@ def new_drafter(
 
 
 def tokenizer_of(target: CausalLM) -> Any:
-    """None if it has none."""
+    """The target's tokenizer; None if it has none."""
     try:
         return target.tokenizer
     except ValueError:
         return None
 
 
-def said(value: Any) -> str:
+def as_argument(value: Any) -> str:
     """A value as the command line has it."""
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
@@ -226,16 +238,17 @@ def said(value: Any) -> str:
 def same_drafter(
     checkpoint: Checkpoint, drafter_class: type[TrainableDrafter], target: CausalLM, architecture: dict[str, Any]
 ) -> Checkpoint:
-    """A drafter to start from must be what the recipe asks for: nothing that was asked is passed over; null asks nothing."""
+    """The checkpoint, if it has every value of the recipe's architecture that is not null. Raises ValueError for one that
+    differs."""
     checkpoint.check(drafter_class.name, target)
-    asked = drafter_class.required_config(target, architecture)
+    required = drafter_class.required_config(target, architecture)
     if architecture.get("draft_vocab_size"):
-        asked["draft_vocab_size"] = min(architecture["draft_vocab_size"], target.vocab_size)
-    for key, value in asked.items():
-        has = checkpoint.config.get(key)
-        if has != value:
+        required["draft_vocab_size"] = min(architecture["draft_vocab_size"], target.vocab_size)
+    for key, value in required.items():
+        present = checkpoint.config.get(key)
+        if present != value:
             raise ValueError(
-                f"train.drafter.{key} is {said(value)}, and {checkpoint.name} has {said(has)}; "
-                f"give train.drafter.{key}={said(has)} to start from it"
+                f"train.drafter.{key} is {as_argument(value)}, and {checkpoint.name} has {as_argument(present)}; "
+                f"give train.drafter.{key}={as_argument(present)} to start from it"
             )
     return checkpoint

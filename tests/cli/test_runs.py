@@ -162,7 +162,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) -> None:
-    """Whichever comes first; the others are told, and end before they write."""
+    """Whichever comes first; the others get an error, and end before they write."""
     out_dir = tmp_path / "outputs" / "run"
     count = 6
     barrier = FORK.Barrier(count)
@@ -535,7 +535,7 @@ def test_what_wandb_refuses_at_the_end_loses_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wandb, "init", refuse)
     done = run("eval/run", *FEW, *WANDB, f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == 1
-    assert done.err.splitlines()[-1].startswith("error: logger=wandb: CommError: no such entity; mend that, or use ")
+    assert done.err.splitlines()[-1].startswith("error: logger=wandb: CommError: no such entity; fix that, or use ")
     assert (tmp_path / "run" / "summary.json").exists()
 
 

@@ -24,12 +24,12 @@ from support import peer_vllm
 
 ROOT = CONF.parent
 SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).glob("*.py"))
-# method= and checkpoint= of the documents are placeholders; what they stand for is such a drafter
+# method= and checkpoint= of the documents are placeholders; such a drafter replaces them
 EXAMPLE_METHOD = "eagle3"
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Script and arguments of every command in a text: lines of a code block, and what stands between backticks."""
+    """Script and arguments of every command in a text: lines of a code block, and what is between backticks."""
     text = re.sub(r"\$\([^)]*\)", "false", text.replace("\\\n", " "))  # a recipe's resume=$(test ... )
     lines = [line.strip() for line in text.splitlines()]
     inline = [

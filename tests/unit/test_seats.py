@@ -392,7 +392,7 @@ def test_a_proposer_that_does_not_keep_the_protocol(one_line: Callable[..., str]
         def propose(self, context: Context) -> Draft:
             return Draft.empty(len(context.rows))
 
-    one_line(lambda: check_proposer(Half()), "proposer Half has no name", "StatelessProposer")
+    one_line(lambda: check_proposer(Half()), "proposer Half has no facts", "StatelessProposer")
     one_line(lambda: check_proposer(StatelessProposer()), "no method propose")
     one_line(lambda: Engine(tiny(), Wrong(), rejection.build("standard")), "hidden_layers='1, 2' must be tuple")
     for name in method.names():
