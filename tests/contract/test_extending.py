@@ -106,7 +106,7 @@ def test_the_format_is_written_read_and_checked(tmp_path: Path) -> None:
 
 
 def test_the_scheme_accepts_what_is_likely() -> None:
-    """Of p = (.9, .1): 0 is accepted, 1 is not, since .1 is below .3 exp(-H) = .216 and above .09: the lower bound counts."""
+    """Of p = (.95, .05) token 0 is accepted and token 1 is not: .05 is below .09, and .3 exp(-H) is .25."""
     p_BJV = torch.tensor([[[0.95, 0.05], [0.5, 0.5]]]).expand(2, 2, 2)
     draft = Draft(torch.tensor([[0], [1]]), torch.tensor([1, 1]))
     verdict = rejection.build("typical")(draft, p_BJV, torch.full((2, 2), 0.4, dtype=torch.float64))
