@@ -360,7 +360,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
 def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
     """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
     drafting, _ = SpeculativeConfig(**ngram(2)).resolve().build(target)
-    table = profiling.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
+    table = profiling.measure(target, drafting, [1, 3], max_draft=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
     for seconds in (np.array(table.verify_s), np.array(table.draft_s)):
