@@ -36,9 +36,9 @@ def commands(text: str) -> Iterator[list[str]]:
         " ".join(command.split()) for command in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     ]
     for line in lines + inline:
-        if not re.match(r"([\w./]*python|torchrun)\s", line) or re.search(
-            "method=(repeat|heads)", line
-        ):  # of docs/extending.md, yet to be written
+        if not re.match(r"([\w./]*python|torchrun)\s", line):
+            continue
+        if re.search("method=(repeat|heads)", line):  # of docs/extending.md, yet to be written
             continue
         words = shlex.split(line, comments=True)
         script = next((i for i, word in enumerate(words) if re.fullmatch(r"(eval|train)/\w+\.py", word)), None)
