@@ -105,6 +105,14 @@ def test_the_format_is_written_read_and_checked(tmp_path: Path) -> None:
     assert lint.loads(lint.check(tmp_path)) == {"vllm": True, "sglang": False, "speculators": False}
 
 
+def test_the_serve_command_has_a_name_for_every_method_that_is_exported() -> None:
+    for kind in checkpoint.formats().values():
+        for name, engines in kind.WRITES.items():
+            for engine in engines:
+                served_by = "sglang" if engine == "sglang" else "vllm"  # vLLM serves the speculators format too
+                assert served_by in method.facts(name).serving, (name, engine)
+
+
 def test_the_scheme_accepts_what_is_likely() -> None:
     """Of p = (.95, .05) token 0 is accepted and token 1 is not: .05 is below .09, and .3 exp(-H) is .25."""
     p_BJV = torch.tensor([[[0.95, 0.05], [0.5, 0.5]]]).expand(2, 2, 2)
