@@ -199,7 +199,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return self.target.dtype if self.frozen else next(self.parameters()).dtype  # packed layers have no parameters
 
     def make_head(self, num_draft_vocab: int) -> None:
         """Make an output layer that belongs to the drafter."""

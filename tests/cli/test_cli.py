@@ -26,7 +26,7 @@ from support.cli import EVAL, Cli, Done, call, contents, outputs, rows_of, write
 from support.processes import ended, fork, start, wait_for_lines
 
 SMALL = ("experiment=tiny", "limit=2", "sampling.max_tokens=8")
-# `tiny` drafts for itself, so at temperature 0 every draft stands
+# `tiny` drafts for itself, so at temperature 0 every draft is accepted
 SELF = ("method=draft_model", "method.model=tiny")
 
 
@@ -452,11 +452,11 @@ def test_a_file_is_not_a_directory(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> None:
-    """Ctrl-C, then resumed, then killed within a line, then resumed: lines that stood stay, byte for byte,
+    """Ctrl-C, then resumed, then killed within a line, then resumed: complete lines stay, byte for byte,
     and the outputs are those of a run that nothing happened to. Sampled, so that seeds must come back;
     with conversations, whose second turns are made from answers on disk."""
-    lines = [{"turns": [f"Tell me about the number {i}.", "Why?"][: 1 + i % 2]} for i in range(60)]
-    count = 90
+    lines = [{"turns": [f"Tell me about the number {i}.", "Why?"][: 1 + i % 2]} for i in range(36)]
+    count = 54
     path = write_tasks(tmp_path / "tasks.jsonl", lines)
     out_dir = tmp_path / "run"
     what = ("model=tiny", "task=jsonl", f"task.path={path}", *SELF, "method.num_speculative_tokens=1")

@@ -1,5 +1,5 @@
 """Decoding under load, what costs, and what to choose: arrivals and latencies by hand, the driver against an engine whose
-steps take as long as they are told, and the three scripts as a user meets them."""
+steps take scripted times, and the three scripts as a user meets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specdec.policy.cost_table import CostTable
 from support.cli import EVAL, Cli, call, contents, outputs, rows_of, write_tasks
 from support.processes import ended, fork, wait_for_lines
 
-SELF = ("method=draft_model", "method.model=tiny")  # drafts for itself, so at temperature 0 every draft stands
+SELF = ("method=draft_model", "method.model=tiny")  # drafts for itself, so at temperature 0 every draft is accepted
 
 
 @pytest.fixture
@@ -678,7 +678,7 @@ def test_choosing(tmp_path: Path, cli: Cli) -> None:
     ("rounds", "words"), [(4, "no run is faster than none beyond the noise"), (1, "2 requests are too few")]
 )
 def test_who_drafted_nothing_is_not_the_fastest(rounds: int, words: str, tmp_path: Path, cli: Cli) -> None:
-    """An n-gram that never matches does what plain decoding does, and differs from it by the noise alone."""
+    """An n-gram that never matches does what plain decoding does, and differs from it by chance alone."""
     path = short_tasks(tmp_path / "tasks.jsonl", 2)
     never = "{method: ngram, prompt_lookup_min: 200, prompt_lookup_max: 200}"
     few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", f"rounds={rounds}")

@@ -162,7 +162,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) -> None:
-    """Whichever comes first; the others are told, and end before they write."""
+    """Whichever comes first; the others get an error, and end before they write."""
     out_dir = tmp_path / "outputs" / "run"
     count = 6
     barrier = FORK.Barrier(count)

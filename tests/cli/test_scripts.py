@@ -24,19 +24,21 @@ from support import peer_vllm
 
 ROOT = CONF.parent
 SCRIPTS = sorted(path for folder in ("eval", "train") for path in (ROOT / folder).glob("*.py"))
-# method= and checkpoint= of the documents are placeholders; what they stand for is such a drafter
+# method= and checkpoint= of the documents are placeholders; such a drafter replaces them
 EXAMPLE_METHOD = "eagle3"
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Script and arguments of every command in a text: lines of a code block, and what stands between backticks."""
+    """Script and arguments of every command in a text: lines of a code block, and what is between backticks."""
     text = re.sub(r"\$\([^)]*\)", "false", text.replace("\\\n", " "))  # a recipe's resume=$(test ... )
     lines = [line.strip() for line in text.splitlines()]
     inline = [
         " ".join(command.split()) for command in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     ]
     for line in lines + inline:
-        if not re.match(r"([\w./]*python|torchrun)\s", line) or "method=repeat" in line:  # CONTRIBUTING's, yet to be written
+        if not re.match(r"([\w./]*python|torchrun)\s", line):
+            continue
+        if re.search("method=(repeat|heads)", line):  # of docs/extending.md, yet to be written
             continue
         words = shlex.split(line, comments=True)
         script = next((i for i, word in enumerate(words) if re.fullmatch(r"(eval|train)/\w+\.py", word)), None)
@@ -44,10 +46,12 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words[script:]
 
 
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 def documented() -> list[tuple[str, ...]]:
     texts = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in SCRIPTS]
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    texts += [path.read_text() for path in documents]
+    texts += [path.read_text() for path in DOCUMENTS]
     return sorted({tuple(words) for text in texts for words in commands(text)})
 
 
@@ -84,6 +88,26 @@ def test_a_documented_command_is_one_that_there_is(words: tuple[str, ...], tmp_p
 
 def test_the_documents_have_commands() -> None:
     assert {words[0] for words in documented()} == {f"{path.parent.name}/{path.name}" for path in SCRIPTS}
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "LOG.md"], ids=lambda path: path.name)
+def test_a_document_names_files_and_headings_that_there_are(path: Path) -> None:
+    text = path.read_text()
+    examples = {Path(title).stem for title in re.findall(r"^# (\S+\.(?:py|yaml))$", text, re.MULTILINE)}  # yet to be written
+    for name in re.findall(r"(?:specdec|conf|tests|eval|train|notebooks|docs)/[\w./]*\w", text):
+        if Path(name).stem.removesuffix("_demo") not in examples:
+            assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), name
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for link, anchor in re.findall(r"\]\(([^)\s#:]*)(?:#([\w-]+))?\)", prose):
+        linked = path.parent / link if link else path
+        assert linked.exists(), link
+        assert not anchor or anchor in anchors(linked.read_text()), f"{link}#{anchor}"
 
 
 def targets() -> list[str]:

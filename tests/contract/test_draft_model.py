@@ -633,7 +633,7 @@ def test_choosing_a_mask_token(one_line: Any) -> None:
 
 @pytest.mark.embedded
 def test_the_mask_token_of_the_demo_data() -> None:
-    """SmolLM2's tokenizer fills its vocabulary, so it is a special token that stands for nothing in a conversation."""
+    """SmolLM2's tokenizer fills its vocabulary, so it is a special token without a meaning in a conversation."""
     path = hub.resolve(hub.DEFAULT)
     tokenizer = hub.load_tokenizer(path)
     samples = data.load(data.DEMO, tokenizer, 49152, 1024, limit=50).samples

@@ -134,7 +134,7 @@ def drafter(variant: str, num_draft: int = 1, **more: Any) -> Any:
 
 
 def trainable(variant: str, **objective: Any) -> Any:
-    """One for training, which scales features where its variant does. P-EAGLE keeps all rows unless told otherwise."""
+    """One for training, which scales features where its variant does. P-EAGLE keeps all rows by default."""
     spec = VARIANTS[variant]
     trained = drafter(variant)
     settings: dict[str, Any] = {MLP: {}, PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}[spec.kind]
@@ -206,9 +206,9 @@ def hold_to_training(
     trained: Any, num_draft: int, lengths: tuple[int, ...], max_tokens: int = 14, policy: Policy | None = None
 ) -> list[Proposed]:
     """Every draft of a decoding in a batch, against the unrolled steps over (committed tokens, draft) as a document: the row
-    before the last committed token is at step k where draft k is made. States that no row may read are noise.
+    before the last committed token is at step k where draft k is made. States that no row may read are random.
 
-    A verifier that accepts by lot makes drafts of every length stand and fall, whatever the drafter is worth."""
+    A verifier that accepts at random accepts and rejects drafts of every length, however good the drafter is."""
     proposer = type(trained)(trained.target, trained.to_checkpoint(), num_draft)
     proposals = watched(proposer)
     rates = [0.8, 0.62, 0.45, 0.3][:num_draft]
@@ -245,7 +245,7 @@ def hold_to_training(
 
 
 def accepted_in(proposals: list[Proposed]) -> set[int]:
-    """How many tokens of a draft stood, over all that were followed by another one of the same request."""
+    """How many tokens of a draft were accepted, over all that were followed by another one of the same request."""
     lengths = set()
     for i, one in enumerate(proposals):
         n = len(one.tokens)
@@ -257,7 +257,7 @@ def accepted_in(proposals: list[Proposed]) -> set[int]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_trained_is_what_drafts(variant: str) -> None:
-    """Rows join and leave; drafts of all lengths are made, stand and fall."""
+    """Rows join and leave; drafts of all lengths are made, accepted and rejected."""
     num_draft = VARIANTS[variant].num_draft
     proposals = hold_to_training(trainable(variant), num_draft, (3, 70, 20, 1, 2, 9, 33))
     assert {len(one.drafted) for one in proposals} == set(range(1, num_draft + 1))

@@ -153,7 +153,7 @@ def watched(proposer: AutoregressiveDrafter) -> list[Proposed]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every draft of a decoding in a batch, against the unrolled steps over (committed tokens, draft) as a document: the row
-    before the last committed token is at step k where draft k is made. States that no row may read are noise. Restless: rows
+    before the last committed token is at step k where draft k is made. States that no row may read are random. Restless: rows
     sit steps out, some for so long that the drafter has to take in their states."""
     monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
     trained = trainable(variant, 4)
@@ -177,7 +177,7 @@ def test_what_is_trained_is_what_drafts(variant: str, restless: bool, monkeypatc
     for first, row, length in zip(first_B, row_B, batch.length_B, strict=True):
         batch.hidden_NTD[row + 1 : first + length] = 9.0
     with torch.no_grad():
-        # the noise of EAGLE-1 is for training
+        # EAGLE-1's feature noise is for training
         steps = unroll.plan(batch.length_B, batch.mask_N, 4)
         states = trained.eval().unrolled(batch, steps)
         compared = 0

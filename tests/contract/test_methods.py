@@ -110,7 +110,7 @@ def test_ngram_drafts_are_ragged_and_within_the_budget() -> None:
 
 @pytest.mark.parametrize("latest", [False, True])
 def test_ngram_on_the_device_drafts_the_same(latest: bool) -> None:
-    """Ragged batches that grow by a few tokens at a time, some rows sitting out; evidence too."""
+    """Ragged batches that grow by a few tokens at a time, some rows sitting out; confidence too."""
     rng = np.random.default_rng(2)
     drafted = 0
     for _ in range(60):
@@ -312,7 +312,7 @@ def test_confidence_changes_no_draft(make: Make) -> None:
 
 
 def test_proposing_twice_is_proposing_once(make: Make) -> None:
-    """The context is the same and the noise comes in with it, so nothing else may count."""
+    """The context is the same and holds the uniforms, so nothing else may count."""
     proposer = make()
     begin(proposer, 0, TEXTS[0][:-1])
     same_context = context(proposer, {0: TEXTS[0]}, temperature=0.7)
@@ -350,7 +350,7 @@ def test_a_rejected_draft_leaves_no_trace(make: Make) -> None:
 
 
 def test_an_accepted_draft_is_gone_on_from(make: Make) -> None:
-    """The same where every drafted token stood and the bonus came after."""
+    """The same where every drafted token was accepted and the bonus followed."""
     tokens = TEXTS[1]
     proposer = make()
     begin(proposer, 0, tokens)

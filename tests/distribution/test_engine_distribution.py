@@ -6,7 +6,7 @@ tokens before, stretch) are held against that distribution. A stretch begins any
 one, maybe after several. Taking many from a request spares prefills, which take most of the time here. Seeds
 are fixed.
 
-The tests can fail: broken verifiers, proposers, noise and caches go through the same function and do not fit.
+The tests can fail: broken verifiers, proposers, uniforms and caches go through the same function and do not fit.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_broken_verifiers_do_not_fit(verify: Callable[..., Verdict], keyed_by: s
     [
         (block.verify, "step", True),
         (block_without_p_tau, "step", False),
-        # the noise of a position that a round looked at and did not commit is not fresh to the next round
+        # uniforms of a position that a round looked at and did not commit are not independent in the next round
         (block.verify, "position", False),
     ],
     ids=["sound", "no-p-tau", "by-position"],
@@ -223,7 +223,7 @@ def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.M
     assert of(adverse()) < 1
 
 
-# How much stands
+# How much is accepted
 
 
 def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarray:
@@ -233,7 +233,7 @@ def accepted_of_full_drafts(requests: list[Request], num_draft: int) -> np.ndarr
 
 
 def test_acceptance_is_what_the_distributions_say() -> None:
-    """K = 2, distributions without context: how much stands has a distribution, too. Block beats standard beats match."""
+    """K = 2, distributions without context: the accepted length has a distribution, too. Block beats standard beats match."""
     p = P_OF_BLOCK
     q = Q_OF_BLOCK
     prefixes = [prefix for n in range(3) for prefix in itertools.product(range(3), repeat=n)]
@@ -259,7 +259,7 @@ def test_acceptance_is_what_the_distributions_say() -> None:
 @pytest.mark.parametrize("name", schemes())
 @pytest.mark.parametrize("how", ["probabilistic", "greedy"])
 def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
-    """Where q is p, everything stands if the drafter's cache is right at every step (but under match)."""
+    """Where q is p, everything is accepted if the drafter's cache is right at every step (but under match)."""
     temperature = 0.8 if how == "probabilistic" else 0.0
     params = SamplingParams(temperature=temperature, max_tokens=40)
     requests = decode(TABLE, drafts_of("same", TABLE, how), scheme(name), params, 40, rows=8)

@@ -190,7 +190,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(jobs: dict[str, Any]) -> tuple[list[dict[str, Any]], Done]:
-    """What the two processes told, and how they ended."""
+    """What the two processes wrote, and how they ended."""
     directory = Path(jobs["told"])
     (directory / "jobs.json").write_text(json.dumps({key: value for key, value in jobs.items() if key != "wholes"}))
     command = [

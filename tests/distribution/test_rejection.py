@@ -354,7 +354,7 @@ def test_injected_uniforms(case: dict[str, Any], scheme: str) -> None:
 
 
 def match_acceptance(p: list[float], token: int, points: int = 12_000) -> float:
-    """The share of u[:, 0] under which a drafted token stands, on a grid of midpoints."""
+    """The share of u[:, 0] under which a drafted token is accepted, on a grid of midpoints."""
     u_NJ = torch.full((points, 2), 0.5, dtype=torch.float64)
     u_NJ[:, 0] = (torch.arange(points) + 0.5) / points
     draft = Draft(torch.full((points, 1), token), torch.ones(points, dtype=torch.int64))
@@ -1053,7 +1053,7 @@ def test_token_that_nobody_gives_mass_falls(scheme: str, u: float) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_uniforms_just_below_one(scheme: str) -> None:
-    """They refuse all that can be refused: what stands is liked by the target as by the drafter."""
+    """They refuse all that can be refused: what is accepted is as likely under the target as under the drafter."""
     generator = torch.Generator().manual_seed(16)
     p_BJV = random_probs(generator, 5_000, 2, 4)
     q_BKV = random_probs(generator, 5_000, 1, 4)
@@ -1086,7 +1086,7 @@ def test_float32_probs_that_do_not_quite_sum_to_one(scheme: str, scale: float) -
         assert close(tau.flip(0).cumsum(0), double(wanted).flip(0).cumsum(0), 1e-5)
 
 
-# Noise: what judges a draft must be independent of what drew it, and of what judged the step before
+# Uniforms that verify a draft must be independent of those that drew it, and of those that verified the step before
 
 
 NARROW_VOCAB = 16
@@ -1135,7 +1135,7 @@ def test_narrow_adversarial_distribution(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_narrow_adversarial_distribution_sees_shared_noise(scheme: str) -> None:
-    """The same test with the noise of the draft used again for its verdict: it must fail."""
+    """The same test with the uniforms of the draft used again for its verdict: it must fail."""
     _, token_BJ = narrow_tokens(scheme, DRAFT)
     counts = torch.bincount(token_BJ[:, 0], minlength=NARROW_VOCAB)
     statistic, threshold = chi_square(counts, narrow_probs()[0])

@@ -3,7 +3,7 @@
     python tests/support/architectures.py             # the whole list, as a Markdown table
     python tests/support/architectures.py gpt2 bloom  # some of it
 
-`tests/contract/test_architectures.py` holds the same list to what stands in it.
+`tests/contract/test_architectures.py` holds the same list to what it says.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ def learn(target: CausalLM, want: list[list[int]], outcome: Outcome) -> None:
 
 
 def check(case: Case, outcome: Outcome) -> list[str]:
-    """What came otherwise than it stands in the case."""
+    """What came otherwise than the case says."""
     faults = list(outcome.wrong)
     for what, wanted, line in (("refused", case.refused, outcome.refused), ("states", case.states, outcome.no_states)):
         says_what_to_do = not line or "use " in line.rpartition(";")[2] or "decodes with" in line

@@ -40,7 +40,7 @@ def decode_reference(
     eos: Sequence[int] = (),
     max_model_len: int = 10**9,
 ) -> tuple[list[int], str]:
-    """Token for token, each with the noise that the engine has for it. Returns tokens and why they end."""
+    """Token for token, each with the uniform that the engine has for it. Returns tokens and why they end."""
     params = request.params
     prompt = request.prompt_token_ids
     output = []

@@ -177,7 +177,7 @@ def all_drafts(
     """Every draft path that can be drawn, with its probability [B].
 
     one_hot: hand over no q, as a deterministic drafter does; then q_table must be one-hot.
-    length: offer only the first so many tokens of a path; what stands beyond them is padding.
+    length: offer only the first so many tokens of a path; what is beyond them is padding.
     """
     token_BK = sequences(vocab, gamma)
     q_BKV = lookup(q_table, token_BK[:, :-1])
@@ -202,7 +202,7 @@ def emitted_distribution(
 ) -> Distribution:
     """The exact distribution of (num_accepted, emitted tokens), over drafts drawn from q_table and uniforms.
 
-    Exact for every scheme whose position i looks at u_i alone and stands below a threshold: `standard`,
+    Exact for every scheme whose position i looks at u_i alone and accepts below a threshold: `standard`,
     `block` and `synthetic` do; `match` (an interval of u_i) does not. one_hot and length: see `all_drafts`.
     """
     draft, weight_B = all_drafts(q_table, vocab, gamma, one_hot, length)

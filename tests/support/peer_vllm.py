@@ -4,8 +4,8 @@
     python tests/support/peer_vllm.py --vllm .venv-vllm/bin/python --only ngram "eagle3, raw"
 
 A drafter of each kind is trained in seconds, on the target's own answers to the very prompts that are decoded then: what is
-compared needs drafts of which some stand, not a good drafter. Ours decodes with the checkpoint that training wrote, vLLM with
-the directory that train/share.py made of it. float32, temperature 0, one method per process.
+compared needs drafts of which some are accepted, not a good drafter. Ours decodes with the checkpoint that training wrote,
+vLLM with the directory that train/share.py made of it. float32, temperature 0, one method per process.
 
 vLLM drafts K tokens in a request's last steps too, and counts what is accepted beyond its end; `cut` takes that off, as
 specdec/measure/stats.py describes it. Then every step must be the same. Exit code 1 if any token or step is not.

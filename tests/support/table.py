@@ -1,7 +1,7 @@
 """A target whose distribution can be written down, for tests of the whole engine: the last two tokens tell it.
 
 `TableLM` takes part in everything that a model does. Its cache holds tokens where a model would hold K and V,
-and its logits come from what stands there: a token that is stale, misplaced or missing after a rejection
+and its logits come from what is there: a token that is stale, misplaced or missing after a rejection
 changes the distribution, or is found out as a slot that was never written. `next_probs_reference` says in words what the
 sampling parameters mean, and `joint_distribution` multiplies that out. `methods` and `schemes` list what there is to
 test.
@@ -387,7 +387,7 @@ def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: Cau
 
 
 def with_models(name: str, settings: dict[str, Any], target: CausalLM, drafters: dict[str, CausalLM]) -> dict[str, Any]:
-    """The settings with what their words stand for."""
+    """The settings with the models that their names mean."""
     if "proposers" in settings:
         return settings | {
             "proposers": [with_models(component["method"], component, target, drafters) for component in settings["proposers"]]

@@ -162,7 +162,7 @@ def stopping(*given, advance, **more):
         global steps
         advance(count)
         steps += count
-        if stop and rank == 1 and steps == 10:  # one of them is told, and not the one that writes
+        if stop and rank == 1 and steps == 10:  # one of them gets it, and not the one that writes
             os.kill(os.getpid(), signal.SIGTERM)
     return fit(*given, advance=counted, **more)
 

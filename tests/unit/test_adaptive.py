@@ -56,8 +56,8 @@ def test_output_is_plain_decodings(case: Case, name: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in DRAFTING if "greedy" not in case.id and "same" not in case.id])
 def test_joint_distribution(case: Case) -> None:
-    """Lengths chosen by what was accepted, and verified by evidence: the distribution stays what it is. (Of greedy drafters the
-    output at temperature 0 and under `match`, above, says as much: their drafts are functions of the text.)"""
+    """Lengths chosen by what was accepted, and verified by confidence: the distribution stays what it is. (Of greedy drafters
+    the output at temperature 0 and under `match`, above, says as much: their drafts are functions of the text.)"""
     drafting = proposer(case, SMALL)
     deciding = policy("both", drafting, 8)
     requests = decode(SMALL, drafting, scheme("standard"), num_requests=160, rows=8, deciding=deciding)
@@ -184,7 +184,7 @@ def test_wishes_that_cannot_be(request_config: dict[str, Any], words: list[str],
 
 
 def test_lookups_are_weighed_when_they_are_there(tmp_path: Path, target: CausalLM) -> None:
-    """Where drafting costs nothing, auto decides by the draft's evidence; where it costs something, before there is a draft."""
+    """Where drafting costs nothing, auto decides by the draft's confidence; where it costs time, before there is a draft."""
     for draft, weighed in ((0.0, True), (0.1, False)):
         costs(adaptive.AUTO_MAX_DRAFT, draft=draft).save(tmp_path / "cost.json")
         plan = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json"))).resolve()
@@ -204,7 +204,7 @@ def test_a_request_cannot_ask_for_more(one_line: Any) -> None:
 
 
 def test_acceptance_is_learned() -> None:
-    """Of a known distribution with evidence, offsets by position and tokens that were never looked at."""
+    """Of a known distribution with confidence, offsets by position and tokens that were never looked at."""
     rng = np.random.default_rng(0)
     model = AcceptanceModel(6, 1)
     offset = np.array([0.5, 0.0, -0.5])
@@ -231,7 +231,7 @@ def judged(length_B: list[int], accepted_B: list[int]) -> tuple[np.ndarray, Draf
 
 
 def test_k_follows_what_is_accepted() -> None:
-    """Long drafts for the row whose drafts stand, short ones for the row whose drafts fall; none where they cost too much."""
+    """Long drafts for a row whose drafts are accepted, short ones for one whose drafts are not; none where they cost more."""
     for dear, want in ((False, "longer"), (True, "nothing")):
         deciding = Adaptive(costs(8, 3.0 if dear else 0.1, 0.5 if dear else 0.02), 8, 2, auto=True, prunes=False)
         for row in range(2):
@@ -360,7 +360,7 @@ def test_a_table_is_kept_in_a_file(tmp_path: Path, one_line: Any) -> None:
 def test_costs_are_measured_on_the_engine(target: CausalLM) -> None:
     """Of drafts longer than the drafter's own too; never less for more tokens or rows."""
     drafting, _ = SpeculativeConfig(**ngram(2)).resolve().build(target)
-    table = profiling.measure(target, drafting, [1, 3], most=5, context=20, repeats=1)
+    table = profiling.measure(target, drafting, [1, 3], max_draft=5, context=20, repeats=1)
     assert table.batch_sizes == [1, 3]
     assert table.draft_lengths == [0, 1, 2, 3, 5]
     for seconds in (np.array(table.verify_s), np.array(table.draft_s)):

@@ -179,7 +179,7 @@ def supervised(tokenizer: Any, rendered: Rendered) -> list[str]:
 
 
 def check(tokenizer: Any, messages: Messages, wanted: Callable[[str], str], **kwargs: Any) -> Rendered:
-    """Every answer, and nothing else, is supervised, and before each stands exactly what the engine would be given."""
+    """Every answer, and nothing else, is supervised, and before each is exactly what the engine would be given."""
     rendered = render(messages, tokenizer, **kwargs)
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     supervised_turns = [place for place in turns if wanted(messages[place]["content"])]
@@ -771,7 +771,7 @@ def test_a_tool_call_and_what_ends_it_are_supervised(name: str) -> None:
 
 
 def test_what_opens_the_next_message_is_the_end_of_a_turn_only_if_the_target_ends_with_it() -> None:
-    """It stands where the next turn begins, and behind the last one, too."""
+    """It is where the next turn begins, and behind the last one, too."""
     tokenizer = byte_tokenizer(OPENER, more=MORE)
     end, other = tokenizer.convert_tokens_to_ids(["<|user|>", "</s>"])
     two = [user("Hi?"), assistant("Good day."), user("Again?"), assistant("Yes.")]

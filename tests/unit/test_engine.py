@@ -1,4 +1,4 @@
-"""The decode loop: who is decoded when, where an answer ends, what is counted, and what a proposer is told.
+"""The decode loop: who is decoded when, where an answer ends, what is counted, and what a proposer is given.
 
 The target is mostly a `TableLM`, so that the tokens can be found by hand: `decode_reference` is the loop in words,
 without cache, batch or draft. The rest runs on the `tiny` model. Distributions are the matter of test_engine_law.py.
@@ -252,7 +252,7 @@ def test_seeds_matter() -> None:
     assert outputs(again) == [requests[4].output_token_ids] * 3
 
 
-# What a proposer is told
+# What a proposer is given
 
 
 class Watching(StatelessProposer):
@@ -696,7 +696,7 @@ def test_a_row_forgets_the_text_of_the_request_before(tiny: CausalLM) -> None:
 
 @DRAFTS
 def test_a_stop_string_may_be_of_many_tokens(num_draft: int, wrong_every: int, tiny: CausalLM) -> None:
-    """Special tokens have no text, and any number of them may stand within a stop string."""
+    """Special tokens have no text, and any number of them may be within a stop string."""
     request = answer(tiny, "say S" + "<pad>" * 30 + "TOP, and more", num_draft, wrong_every, stop="STOP")
     assert (request.text, request.finish_reason) == ("say ", "stop")
 
@@ -880,7 +880,7 @@ def test_an_engine_that_is_cleared_goes_on(case: Case, where: str) -> None:
 
 @METHODS
 def test_an_engine_is_cleared_that_broke_at_a_first_token(case: Case) -> None:
-    """The proposer knows of the request by then, and must be told that it is gone."""
+    """The proposer knows of the request by then, and must hear that it is gone."""
     verifier = scheme("match")
     verifier = dataclasses.replace(verifier, verify=breaks_at(0, verifier.verify))
     watching = Watching(proposer(case, TABLE), TABLE)

@@ -977,7 +977,7 @@ def test_prepare_says_what_is_wrong_in_a_line(prepared: Path, tmp_path: Path) ->
 
 
 def test_prompts_that_cannot_be_answered_are_left_out(tmp_path: Path) -> None:
-    """Texts for turns, turns that are no text, no user turn; ids that stand twice are told apart."""
+    """Texts for turns, turns that are no text, no user turn; ids that occur twice are made different."""
     bad = [{"turns": "Hello?"}, {"turns": [1]}, {"turns": [""]}, {"messages": [{"role": "assistant", "content": "x"}]}, 7]
     good = [{"id": "a", "turns": ["Hello?"]}, {"id": "a", "turns": ["Who?"]}]
     jsonl(tmp_path / "prompts.jsonl", [*bad, *good])

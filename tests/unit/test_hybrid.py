@@ -149,7 +149,7 @@ LEARNED = {name: {"method": name, "model": "fresh"} for name in ("eagle", "eagle
 
 
 class Gate(StatelessProposer):
-    """Drafts token 1 for a row in the steps that it is told, and so keeps others from it."""
+    """Drafts token 1 for a row in chosen steps, and so keeps others from it."""
 
     num_speculative_tokens = NUM_DRAFT
     open = False
@@ -172,7 +172,7 @@ def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
         draft = proposer.propose(context(proposer, {0: tokens}))
         assert with_gate[draft.proposer_B[0]] == gate.open  # type: ignore[index]
         drafted = draft.token_BK[0, : draft.length_B[0]].tolist()
-        # some drafts stand, and then comes a token that nobody drafted; where it sits out, a few tokens at a time
+        # some drafts are accepted, and then comes a token that nobody drafted; where it sits out, a few tokens at a time
         emitted = drafted[: step % 3] if not gate.open else rng.integers(97, 123, rng.integers(0, 4)).tolist()
         if step == 59:
             break
@@ -294,7 +294,7 @@ def test_without_a_number_of_tokens() -> None:
 
 
 class Noting(StatelessProposer):
-    """Drafts in the steps whose text has the right length, and holds what it is told against the record."""
+    """Drafts in the steps whose text has the right length, and compares what it is given with the record."""
 
     num_speculative_tokens = NUM_DRAFT
 
@@ -327,7 +327,7 @@ def test_a_part_sees_what_was_accepted_of_its_own_drafts() -> None:
 
 
 def test_a_part_drafts_as_much_as_it_can() -> None:
-    """A drafter that was made for fewer tokens than the whole's K drafts these, unless it was told another number."""
+    """A drafter that was made for fewer tokens than the whole's K drafts these, unless it was given another number."""
     mlp = LEARNED["mlp"] | {"model": "fresh"}
     for most in (2, 5):
         proposer = build(NGRAM, mlp, num_speculative_tokens=most)

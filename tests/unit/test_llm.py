@@ -39,7 +39,7 @@ def ngram() -> LLM:
 
 @pytest.fixture(scope="module")
 def self_drafting() -> LLM:
-    """The target drafts for itself, so at temperature 0 every draft stands."""
+    """The target drafts for itself, so at temperature 0 every draft is accepted."""
     return LLM("tiny", dtype="float32", device="cpu", speculative_config=SELF)
 
 

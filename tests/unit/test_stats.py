@@ -29,7 +29,7 @@ def request(
     verify_s: float = 2.0,
     batch_size: int = 1,
 ) -> RequestStats:
-    """A request's lists; unless told, a step emits what it accepted and one token more."""
+    """A request's lists; by default a step emits what it accepted and one token more."""
     request_stats = RequestStats(decode_s=10.0)
     for d, a, e in zip(drafted, accepted, emitted or [a + 1 for a in accepted], strict=True):
         request_stats.add(d, a, e, draft_s, verify_s, batch_size)
@@ -73,7 +73,7 @@ def test_every_number_of_a_ragged_request_by_hand() -> None:
 
 
 def test_unconditional_and_conditional_rates_have_counts_of_their_own() -> None:
-    """Position 1, the second: two drafts got there with a token to judge (lengths 3 and 2), one was accepted.
+    """Position 1, the second: two drafts got there with a token to verify (lengths 3 and 2), one was accepted.
     The draft of length 1 never had a second token: it counts against the unconditional rate only."""
     got = stats.acceptance_metrics(RAGGED.histogram(), 11)
     assert got["num_accepted_per_position"] == [3, 1, 1]

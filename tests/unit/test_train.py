@@ -149,7 +149,7 @@ def test_an_epoch_sees_every_sample_once(tmp_path: Path) -> None:
 
 
 def test_noise_is_another_in_every_step_and_run(tmp_path: Path) -> None:
-    """All samples in every step, and nothing learnt between them: the loss moves by the noise alone."""
+    """All samples in every step, and nothing learnt between them: the loss moves by the feature noise alone."""
     how: dict[str, Any] = {"max_steps": 2, "global_batch_size": len(SAMPLES), "micro_batch_size": 14, "lr": 1e-12}
     losses: dict[tuple[float, int], list[float]] = {}
     for noise, seed in ((0.0, 0), (0.2, 0), (0.2, 1)):
@@ -213,7 +213,7 @@ def test_bf16_keeps_float32_weights(tmp_path: Path) -> None:
 
 
 def test_a_frozen_random_output_layer_is_refused() -> None:
-    """It would stay noise."""
+    """It would stay random."""
     with pytest.raises(ValueError, match=r"lm_head=random and train_lm_head=false"):
         Init(lm_head="random", train_lm_head=False)
     Init(lm_head="random")
@@ -412,7 +412,7 @@ def _handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize(("kind", "number"), [("eagle", signal.SIGINT), ("eagle3", signal.SIGTERM)])
 def test_stopped_and_resumed_equals_straight(kind: str, number: int, tmp_path: Path) -> None:
-    """Loss, learning rate, weights and Adam's moments and step counter; noise and warm-up hang on the step."""
+    """Loss, learning rate, weights and Adam's moments and step counter; feature noise and warm-up depend on the step."""
     objective = {"feature_noise": 0.2} if kind == "eagle" else {"ttt_warmup": 0.7}
     how: dict[str, Any] = {"max_steps": 20, "held_out": HELD_OUT, "eval_every": 4, "save_every": 7, "warmup_ratio": 0.2}
     value = {4: 1.1, 8: 1.5, 12: 1.2, 16: 1.3, 20: 1.4}

@@ -85,7 +85,7 @@ def model_with(tokenizer: Any, size: int | None = None) -> TableLM:
 
 
 def pairs(target: Any, draft: Any) -> dict[int, int]:
-    """Target id -> draft id, whatever stands for the rest."""
+    """Target id -> draft id, whatever replaces the rest."""
     if draft.unk_token is None:
         draft.add_special_tokens({"unk_token": "<anything else>"})
     vocabulary = intersect(model_with(target), model_with(draft))
@@ -240,7 +240,7 @@ def test_an_unk_beyond_the_models_rows_is_none() -> None:
     assert intersect(model_with(byte_level(["a", "z"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [0, 2]
 
 
-# ---------------------------------------------------------------------------------- what stands for the rest
+# ---------------------------------------------------------------------------------- what replaces the rest
 
 
 def test_the_unk_token_may_have_id_0(capsys: Any) -> None:
@@ -271,7 +271,7 @@ def test_without_unk_and_eos_nothing_replaces_the_rest(capsys: Any) -> None:
     target = model_with(byte_level(["z", "a"]))
     draft = model_with(byte_level(["a", "b"]))
     refused(lambda: intersect(target, draft), "lacks 1 tokens", "no unk or eos", "set unk_token")
-    # where nothing is missing nothing has to stand for it
+    # where nothing is missing nothing has to replace it
     assert intersect(model_with(byte_level(["b", "a"])), draft).to_draft_ids_host(np.array([0, 1])).tolist() == [1, 0]
 
 
@@ -523,7 +523,7 @@ def directory(kind: str) -> Path:
 
 
 def enumerate_bytes(tokenizer: Any) -> list[tuple[int, int]]:
-    """(byte, id) of the token that stands for each byte."""
+    """(byte, id) of the token of each byte."""
     decoded = ids_by_bytes(tokenizer, len(tokenizer))
     return [(byte, decoded[bytes([byte])]) for byte in range(256)]
 
@@ -533,7 +533,7 @@ BYTES_ONLY = dict.fromkeys((256, *range(258, 320)), -1e6)
 
 
 def answers(engine: Engine, **params: Any) -> tuple[list[list[int]], float]:
-    """Answers to `tiny_prompts`, and the share of drafts that stood."""
+    """Answers to `tiny_prompts`, and the share of drafts that was accepted."""
     params_of_request = SamplingParams(**{"temperature": 0, "max_tokens": 16} | params)
     requests = [Request(str(i), ids, params_of_request, seed=i) for i, ids in enumerate(tiny_prompts())]
     assert sum(1 for _ in engine.run(requests)) == len(requests)
