@@ -72,7 +72,7 @@ def run(cfg: Eval) -> dict[str, Any]:
     title = f"{plan.method} (K={max_draft}, {plan.scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
     gain = run_report.speedup_line(summary["overall"])
-    console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_verdict']}")
+    console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")
     console.show(*evaluate.notes(engine, summary))
     if cfg.logger.name == "wandb":
         console.show(f"wandb: {logger.to_wandb(config.plain(cfg), files[-1].rows, summary, [plot])}")

@@ -96,7 +96,7 @@ def summarize(
         "num_speculative_tokens": max_draft,
         "lossless": engine.verifier.lossless,
         "lossless_short": short,
-        "lossless_verdict": verdict,
+        "lossless_said": verdict,
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, max_draft + 2)},
         "plain_step_s": verify_s(1),
         "environment": records.environment(),

@@ -302,7 +302,7 @@ class Summary(BaseModel):
     rejection: str = ""
     lossless: bool = True
     lossless_short: str = ""
-    lossless_verdict: str = ""
+    lossless_verdict: str = Field("", alias="lossless_said")
     max_batch_size: int = 1
     max_model_len: int | None = None
     prefill_chunk_size: int = 1

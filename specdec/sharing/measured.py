@@ -59,7 +59,7 @@ def of_evaluation(directory: Path, checkpoint: Path, method_name: str) -> Measur
         {key: summary.get(key) for key in ("target", "dtype", "rejection", "num_speculative_tokens", "sampling")},
         _statistics(summary["overall"]),
         {name: _statistics(row) for name, row in (summary.get("categories") or {}).items()},
-        summary.get("lossless_verdict"),
+        summary.get("lossless_said"),
     )
 
 

@@ -182,7 +182,7 @@ def test_a_lossy_scheme_says_so_everywhere(tmp_path: Path, cli: Cli) -> None:
     assert "lossless: NO" in done.out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["lossless"] is False
-    assert summary["lossless_verdict"].startswith("NO")
+    assert summary["lossless_said"].startswith("NO")
     assert not any(row["lossless"] for row in rows_of(tmp_path / "run" / "requests.jsonl"))
 
 
@@ -554,7 +554,7 @@ def test_a_sweep_has_a_directory_per_job(sweeps: list[Path]) -> None:
 def test_the_jobs_of_two_sweeps_compare(sweeps: list[Path], tmp_path: Path, cli: Cli) -> None:
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
     assert done.code == 0, done.err
-    # a line of each table: acceptance, speed, categories
+    # a line of each table
     assert all(done.out.count(f"\n {name}/{i}-") == 3 for name in ("one", "two") for i in (0, 1)), done.out
     png = (tmp_path / "both" / "compare.png").read_bytes()
     assert png.startswith(b"\x89PNG")
@@ -566,7 +566,7 @@ def test_the_table_of_a_sweep_can_be_read(sweeps: list[Path], tmp_path: Path, cl
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
     lines = [line for line in done.out.splitlines() if line.startswith((" one/", " two/"))]
     assert ["ngram" in line for line in lines[:4]] == [False, True, False, True], done.out
-    assert len(lines) == 12, "then the speed, then the categories"
+    assert len(lines) == 12, "then speed, then the categories"
 
 
 def test_a_sweep_leaves_nothing_where_it_was_called(sweeps: list[Path]) -> None:

@@ -1218,7 +1218,7 @@ def test_a_drafter_names_its_method(tmp_path: Path, run: Path, conversations: Pa
         assert done.code == 0, done.err
         summary = json.loads((out_dir / "summary.json").read_text())
         assert summary["method"] == name
-        assert summary["lossless_verdict"].startswith("yes")
+        assert summary["lossless_said"].startswith("yes")
     done = call("run", *small, "method=mlp", f"checkpoint={pard}", f"out_dir={tmp_path / 'no'}", cwd=tmp_path, folder=EVAL)
     assert done.code == 1
     assert "method=pard" in done.err

@@ -222,7 +222,7 @@ def extracted(out_dir: Path) -> Any:
 def evaluated(out_dir: Path) -> Any:
     no_rests(out_dir)
     summary = json.loads((out_dir / "summary.json").read_text())
-    kept = summary["lossless_verdict"], summary["overall"]["num_requests"], summary["overall"]["mean_acceptance_length"]
+    kept = summary["lossless_said"], summary["overall"]["num_requests"], summary["overall"]["mean_acceptance_length"]
     return kept, [by_id(out_dir / f"{name}.jsonl", "output_token_ids", "drafted", "seed") for name in ("requests", "baseline")]
 
 

@@ -44,8 +44,9 @@ from specdec.checkpoint import lint, native
 from specdec.config import CONF
 from specdec.drafter.base import Init
 from specdec.llm import EngineArgs
-from specdec.measure import arrivals, records, serving, tasks
+from specdec.measure import acceptance, arrivals, records, serving, tasks
 from specdec.policy import cost_table
+from specdec.sharing import measured
 from specdec.speculative_config import SpeculativeConfig
 from specdec.training import data, features, prepare, synthesize
 
@@ -847,13 +848,11 @@ SUMMARY: dict[str, Any] = {
 
 def summary_cases() -> Iterator[Case]:
     """What eval/run.py wrote, read by eval/compare.py, eval/profile_cost.py and train/share.py."""
-    compare, profile, share = (
-        runpy.run_path(str(ROOT / path)) for path in ("eval/compare.py", "eval/profile_cost.py", "train/share.py")
-    )
+    compare = runpy.run_path(str(ROOT / "eval/compare.py"))
     readers: dict[str, Callable[[Path], Any]] = {
         "compare": lambda directory: compare["read"](directory),
-        "profile_cost": lambda directory: profile["read_run"](directory, "ngram"),
-        "share": lambda directory: share["evaluated"](directory),
+        "profile_cost": lambda directory: acceptance.read_run(directory, "ngram"),
+        "share": lambda directory: measured.of_evaluation(directory, directory, "ngram"),
     }  # fmt: skip
     hints = typing.get_type_hints(records.Summary)
     numbers = typing.get_type_hints(records.Numbers)
@@ -903,7 +902,6 @@ RESUMED = ("model=tiny", "limit=2", "sampling.max_tokens=4", "baseline=false", "
 def resume_cases() -> Iterator[Case]:
     """A run that is to go on from files that are not as they were left, and one whose acceptance is asked for."""
     (first, *rest) = [json.loads(line) for line in (finished_run() / "requests.jsonl").read_text().splitlines()]
-    profile = runpy.run_path(str(ROOT / "eval/profile_cost.py"))
 
     def case(name: str, file: str, content: bytes, *words: str) -> Iterator[Case]:
         def resumed(scratch: Path) -> Any:
@@ -914,7 +912,7 @@ def resume_cases() -> Iterator[Case]:
         def profiled(scratch: Path) -> Any:
             shutil.copytree(finished_run(), scratch / "run")
             (scratch / "run" / file).write_bytes(content)
-            return profile["read_run"](scratch / "run", "ngram")
+            return acceptance.read_run(scratch / "run", "ngram")
 
         yield Case("resumed runs", f"resume, {file}: {name}", resumed, words)
         if file == "requests.jsonl":

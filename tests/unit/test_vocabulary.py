@@ -597,7 +597,7 @@ def test_a_run_says_how_much_can_be_drafted(tmp_path: Path) -> None:
         "num_shared": 257, "share_of_vocabulary": 257 / 320, "num_emitted": len(ids),
         "share_of_emitted": sum(token < 256 or token == 257 for token in ids) / len(ids),
     }  # fmt: skip
-    assert summary["lossless_verdict"].startswith("yes")
+    assert summary["lossless_said"].startswith("yes")
     (line,) = [line for line in done.out.splitlines() if line.startswith("vocabulary: ")]
     assert f"{summary['vocabulary']['share_of_emitted']:.2%} of the {len(ids)} tokens" in line
     (line,) = [line for line in done.err.splitlines() if line.startswith("vocabulary: ")]
