@@ -43,7 +43,7 @@ def run(cfg: Bench) -> None:
     results: dict[str, Any] = {"environment": records.environment(), "speed": [], "batch": [], "suffix": []}
     params = SamplingParams(temperature=0, max_tokens=cfg.max_tokens)
     for dtype in cfg.dtypes:
-        target = CausalLM(cfg.model.source, dtype, cfg.model.device, cfg.model.revision)
+        target = CausalLM(cfg.model.source, dtype, cfg.model.device, cfg.model.revision, timers=[])
         prompts = [tasks.first_prompt_ids(target.tokenizer, task) for task in chosen]
         contenders, pairs = contenders_and_pairs(cfg, target)
         for threads in cfg.threads:

@@ -70,7 +70,7 @@ def machine(device: str) -> str:
 
 def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
     """tokens/s of plain decoding against the bandwidth floor, the verify cost, and the share of time outside forwards."""
-    target = CausalLM(name, "bfloat16", device)
+    target = CausalLM(name, "bfloat16", device, timers=[])
     weights = target.num_parameters * target.dtype.itemsize
     lines = [(f"{name}, batch 1: HF generate", f"{hugging_face(target, max_tokens):.0f} tokens/s")]
     for rows in (1, 8):

@@ -203,8 +203,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_metrics(self) -> list[Metric]:
-        """Sums over all finished requests, named as in vLLM's method of this name: `Counter` (`value`) and `Vector` (`values`) of
-        `specdec.measure.stats`, which documents where values differ from vLLM's."""
+        """Sums over all finished requests, named as in vLLM's method of this name: `Counter` (`value`) and `Vector` (`values`)
+        of `specdec.measure.stats`, which documents where values differ from vLLM's."""
         return self._totals.metrics()
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

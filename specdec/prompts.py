@@ -13,8 +13,13 @@ from specdec.core import Request
 
 
 def token_ids(values: Any, key: str) -> list[int]:
-    """Token ids as a list of ints. values: a list, a tuple, or a one-dimensional array or tensor of integers; key: what they are
-    called in error lines. Raises ValueError for anything that would have to be cast: text, floats, booleans."""
+    """Token ids as a list of ints.
+
+    values: a list, a tuple, or a one-dimensional array or tensor of integers.
+    key: what they are called in error lines.
+
+    Raises ValueError for anything that would have to be cast: text, floats, booleans.
+    """
     listed = values.tolist() if isinstance(values, np.ndarray | torch.Tensor) else values
     if not isinstance(listed, list | tuple):
         raise ValueError(f"{key}={short_repr(values)} must be a list of token ids")

@@ -59,7 +59,7 @@ def conversation_of(row: Any) -> Conversation:
     return Conversation(messages, parse_tools(row.get("tools") or row.get("functions")), unused_fields(row, used))
 
 
-def prompts_of(row: Any, tokenizer: Any) -> Conversation:
+def conversation_without_answers(row: Any, tokenizer: Any) -> Conversation:
     """The prompts of a row: a leading system message and the user turns (`turns`, or a conversation without its answers), and
     the tools.
 

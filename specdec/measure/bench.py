@@ -7,9 +7,8 @@ moment of the machine hits them alike.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from specdec import hub, method, rejection
 from specdec.core import Request
 from specdec.engine import Engine
-from specdec.model.device import Timer
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 
@@ -151,33 +149,18 @@ def hugging_face(model: Any, max_tokens: int, **options: Any) -> Decode:
     return decode
 
 
-@contextlib.contextmanager
-def forwards_timed() -> Iterator[Callable[[], float]]:
-    """Time the forwards of every CausalLM within the block; yields a function that returns their seconds so far."""
-    forward = CausalLM.forward
-    timers: list[Timer] = []
-
-    def timed(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        timer = Timer(self.device)
-        out = forward(self, *args, **kwargs)
-        timer.mark()
-        timers.append(timer)
-        return out
-
-    CausalLM.forward = timed  # type: ignore[method-assign]
-    try:
-        yield lambda: sum(timer.seconds()[0] for timer in timers)
-    finally:
-        CausalLM.forward = forward  # type: ignore[method-assign]
-
-
 def share_outside_forwards(engine: Engine, requests: list[Request]) -> tuple[float, float]:
-    """(share of the engine's time outside target and draft forwards, tokens/s), prefill included."""
+    """(share of the engine's time outside target and draft forwards, tokens/s), prefill included.
+
+    engine: whose target was made with `timers`; a draft model that it loads is timed too.
+    """
+    timers = engine.target.timers
+    assert timers is not None
     engine.prepare(*requests)  # memory is reserved once, not per step
-    with forwards_timed() as forward_s:
-        begin = time.perf_counter()
-        count = sum(len(done.output_token_ids) for done in engine.run(requests))
-        if engine.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        total = time.perf_counter() - begin
-    return 1 - forward_s() / total, count / total
+    timers.clear()
+    begin = time.perf_counter()
+    count = sum(len(done.output_token_ids) for done in engine.run(requests))
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize()
+    total_s = time.perf_counter() - begin
+    return 1 - sum(timer.seconds()[0] for timer in timers) / total_s, count / total_s

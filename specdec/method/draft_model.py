@@ -397,4 +397,4 @@ def _load(target: CausalLM, name: str, revision: str | None, size: int | None = 
     if path == target.path and processes.size == target.processes.size:
         return target
     source = path if Path(name).expanduser().is_dir() else name
-    return CausalLM(source, target.dtype, str(target.device), revision, processes)
+    return CausalLM(source, target.dtype, str(target.device), revision, processes, target.timers)

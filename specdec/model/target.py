@@ -22,6 +22,7 @@ from specdec.checked import first_line, nearest
 from specdec.model import contract, packed_linear, tensor_parallel
 from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import ATTENTION, Contract
+from specdec.model.device import Timer
 from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.kv import CAUSAL, ForwardBatch, SlotCache, Visibility
 
@@ -76,6 +77,7 @@ class CausalLM:
     revision: of a hub id.
     processes: that the weights are sharded among, each with its own device. All of them have all logits and hidden states, and
         each has the keys and values of its heads.
+    timers: a list that gets the timer of every forward; also of a draft model that is loaded beside this target.
 
     max_model_len: most tokens of a row.
     max_model_len_reason: why, where the model itself has no such limit.
@@ -94,8 +96,10 @@ class CausalLM:
         device: str | None = None,
         revision: str | None = None,
         processes: ProcessGroup = SINGLE,
+        timers: list[Timer] | None = None,
     ):
         self.name = str(name)
+        self.timers = timers
         self.processes = processes
         self.device = processes.device or choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
@@ -255,8 +259,13 @@ class CausalLM:
         slot_BM: np.ndarray | None = None,
     ) -> Output:
         """`plan` and `run`."""
+        timer = None if self.timers is None else Timer(self.device)
         batch = self.plan(cache, start_B, length_B, first_row, last_only, logits_at_N, visibility, slot_BM)
-        return self.run(token_N, batch, hidden_layers)
+        output = self.run(token_N, batch, hidden_layers)
+        if timer is not None and self.timers is not None:
+            timer.mark()
+            self.timers.append(timer)
+        return output
 
     def prefill(
         self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()

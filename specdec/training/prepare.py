@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from specdec import __version__, config, hub, lock, method, rejection, script
-from specdec.chat.conversation import prompts_of, unused_note
+from specdec.chat.conversation import conversation_without_answers, unused_note
 from specdec.chat.template import common_prefix_length
 from specdec.config import pages
 from specdec.core import Request
@@ -132,7 +132,7 @@ def read_prompts(path: Path, limit: int | None, tokenizer: Any) -> list[Task]:
         if isinstance(row, dict) and (row.get("turns") == [] or set(row) == {"header"}):
             continue  # a made-up turn that is not used, or the header
         try:
-            prompt = prompts_of(row, tokenizer)
+            prompt = conversation_without_answers(row, tokenizer)
         except ValueError as error:
             left_out[str(error)] += 1
             continue
