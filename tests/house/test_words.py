@@ -23,7 +23,6 @@ PRIVATE = {
     "trims",  # prunes
     "taught", "teach", "learner",  # labelled, target_labels, TrainableDrafter
     "adopt", "drawing", "drawn",  # init_from_target, sampler, sampled
-    "exported",  # to_checkpoint
     "rising",  # isotonic
     "derive",  # acceptance_metrics
     "foreign", "capped", "judge", "picks", "begun", "leads", "among", "forget", "wish",

@@ -37,6 +37,7 @@ def target() -> CausalLM:
 Case = tuple[str, dict[str, Any]]
 DRAFTING = [case for case in methods() if case.values[0][0] not in ("none", "extract_hidden_states")]
 WHAT = "num_speculative_tokens_per_batch_size"
+ROWS = 16  # enough that a step is cheap, few enough that policies draft
 
 
 # ------------------------------------------------------------------------------------------- output is the target's
@@ -59,8 +60,8 @@ def test_joint_distribution(case: Case) -> None:
     """Lengths chosen by what was accepted, and verified by confidence: the distribution stays what it is. (Of greedy drafters
     the output at temperature 0 and under `match`, above, says as much: their drafts are functions of the text.)"""
     drafting = proposer(case, SMALL)
-    deciding = policy("both", drafting, 8)
-    requests = decode(SMALL, drafting, scheme("standard"), num_requests=160, rows=8, deciding=deciding)
+    deciding = policy("both", drafting, ROWS)
+    requests = decode(SMALL, drafting, scheme("standard"), num_requests=160, rows=ROWS, deciding=deciding)
     assert misfit(SMALL, requests) < 1
 
 
@@ -69,7 +70,7 @@ def test_joint_distribution(case: Case) -> None:
 def test_joint_distribution_of_an_adverse_drafter(name: str, rejecting: str) -> None:
     """Probabilistic drafts, rejected somewhere most of the time; and lengths that do change."""
     drafting = adverse(SMALL)
-    requests = decode(SMALL, drafting, scheme(rejecting), num_requests=400, rows=8, deciding=policy(name, drafting, 8))
+    requests = decode(SMALL, drafting, scheme(rejecting), num_requests=400, rows=ROWS, deciding=policy(name, drafting, ROWS))
     assert misfit(SMALL, requests) < 1
     lengths = {length for request in requests for length in request.stats.drafted}
     assert len(lengths) > 2
@@ -99,7 +100,7 @@ class ByWhatComesAfter(Scheduled):
 def test_forbidden_rules_do_not_fit(deciding: type[Scheduled]) -> None:
     drafting = adverse(SMALL)
     rule = deciding([[1, 1, NUM_DRAFT]], NUM_DRAFT)
-    assert misfit(SMALL, decode(SMALL, drafting, scheme("standard"), num_requests=400, rows=8, deciding=rule)) > 1
+    assert misfit(SMALL, decode(SMALL, drafting, scheme("standard"), num_requests=400, deciding=rule)) > 1
 
 
 # ------------------------------------------------------------------------------------------- schedules
