@@ -6,7 +6,8 @@ forward, which overwrites them. `specdec.model.attention` reads and writes the c
 
 Padding makes a row's numbers on the CPU the same bits in any batch (checked in tests/test_target.py): the kernels take
 another path for fewer than 4 query rows, and sum the keys in another order when their count is not a multiple of 128, or leaves
-256 over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a count that is neither.
+256 (on AMD and Intel) or 384 (on Intel) over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a
+multiple of 512, or 128 more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor
 
 SLOT_BLOCK = 128
+KERNEL_BLOCK = 512  # keys that the attention kernel sums at a time
 
 
 def round_up(n: int) -> int:
     """The number of slots that attention looks at when n are in use."""
-    slots = -(-n // SLOT_BLOCK) * SLOT_BLOCK
-    return slots + SLOT_BLOCK if slots % 512 == 256 else slots
+    blocks = -(-n // SLOT_BLOCK) * SLOT_BLOCK
+    return blocks if blocks % KERNEL_BLOCK <= SLOT_BLOCK else -(-n // KERNEL_BLOCK) * KERNEL_BLOCK
 
 
 class SlotCache:

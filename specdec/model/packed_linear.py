@@ -5,15 +5,21 @@ twice what the memory bandwidth allows, and a row's last bits depend on the numb
 rearranged once, as `torch.compile` does when it freezes them. That halves a decoding step and flattens the cost of verifying a
 draft, and its sums run in the same order for every number of rows, so a request's numbers are the same bits alone and in any
 batch, with a draft and without (measured in LOG.md, 2026-11-29).
+
+AMX is the exception: with it, oneDNN sums in an order that depends on the number of rows, so it is off where this module is
+imported before oneDNN is first used. ONEDNN_MAX_CPU_ISA=ALL in the environment turns it on again.
 """
 
 from __future__ import annotations
 
+import os
 from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 ROWS_HINT = 8  # the number of rows that oneDNN optimises the layout for; it works for every other number
 
