@@ -579,9 +579,11 @@ def trimmed(path: tuple[int, ...], floor: float) -> int:
     return len(path)
 
 
-LENGTH_RULES = {
-    rule.__name__: rule
-    for rule in (stop_after_low_conf_token, stop_on_prefix_entropy, no_draft_at_all, prune_at_the_token_itself)
+LENGTH_RULES = {  # by their names in the vectors
+    "stop_after_low_conf_token": stop_after_low_conf_token,
+    "stop_on_prefix_entropy": stop_on_prefix_entropy,
+    "no_draft_at_all": no_draft_at_all,
+    "trim_drawn_token_itself": prune_at_the_token_itself,
 }
 
 
