@@ -99,6 +99,12 @@ def format_of(directory: Path, config: dict[str, Any]) -> Format:
     )
 
 
+def engines() -> list[str]:
+    """Everything that a drafter can be written for, and `native`."""
+    written = {engine for candidate in formats().values() for names in candidate.WRITES.values() for engine in names}
+    return [native.NAME, *sorted(written)]
+
+
 def format_for(method: str, engine: str) -> Format:
     """The format in which an engine loads drafters of a method. Raises ValueError if there is none."""
     engines: list[str] = []

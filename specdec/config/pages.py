@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
+from specdec import checkpoint
 from specdec.checked import Checked, first_mistake, nearest
 from specdec.config import CONF, read, save
 from specdec.measure import records, tasks
@@ -460,7 +461,7 @@ class Share(Checked):
 
     checkpoint: Text | None
     revision: Text | None
-    format: Literal["vllm", "sglang", "speculators", "native"]
+    format: Text
     out: PathText | None
     dtype: Text | None
     target: Text | None
@@ -470,6 +471,13 @@ class Share(Checked):
     push: Text | None
     private: Flag
     lint: PathText | None
+
+    @field_validator("format")
+    @classmethod
+    def _is_written(cls, name: str) -> str:
+        if name not in (engines := checkpoint.engines()):
+            raise ValueError(f"format={name}: no such format; {nearest(name, engines)}")
+        return name
 
 
 PAGES: dict[str, type[Checked]] = {
