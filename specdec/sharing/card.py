@@ -74,6 +74,8 @@ class Shared:
                 f"{command} --speculative-draft-model-path {name} --speculative-num-steps {self.count} "
                 f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {self.count + 1}"
             )
+        if engine not in ("vllm", "speculators"):
+            return f"# see how {engine} serves a drafter; this one is {name}"
         settings: dict[str, Any] = {"method": facts.serving["vllm"]}  # vLLM serves the speculators format too
         if not facts.served_in_target:
             settings["model"] = path
