@@ -22,17 +22,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec import hub, method, rejection
+from specdec import config, hub, method, rejection
 from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint import native
 from specdec.checkpoint.hf_common import Export
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, Policy, Request
 from specdec.drafter import losses, unroll
-from specdec.drafter.base import Init
+from specdec.drafter.base import Drafter, Init
 from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.block import BlockDrafter
 from specdec.engine import Engine
+from specdec.method.eagle import Eagle
+from specdec.method.eagle3 import Eagle3
 from specdec.method.mlp import MLP
 from specdec.method.mtp import MTP
 from specdec.method.peagle import Objective as Depths
@@ -93,8 +95,18 @@ VARIANTS = {
     "mtp-4-targets-state-gemma3": Variant(MTP, {"num_modules": 4, "hidden_feedback": "target"}, FROZEN, target="tiny-gemma3"),
     "mtp-2": Variant(MTP, {"num_modules": 2}, FROZEN, num_draft=2),
 }
+# a method that no list here names, such as one that was just added: as it is built by default
+UNLISTED = {
+    name: Variant(method.find(name), num_draft=config.read(config.CONF / f"method/{name}.yaml")["num_speculative_tokens"])
+    for name in method.names()
+    if issubclass(method.find(name), Drafter) and method.find(name) not in (MLP, MTP, PEagle, Eagle, Eagle3)
+}
 FEW = ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3"]
 OF = {kind: [name for name, spec in VARIANTS.items() if spec.kind is kind] for kind in (MLP, PEagle, MTP)}
+
+
+def spec_of(variant: str) -> Variant:
+    return (VARIANTS | UNLISTED)[variant]
 
 
 @cache
@@ -119,7 +131,7 @@ def statistics(target: str, layers: tuple[int, ...]) -> Tensor:
 @cache
 def grown(variant: str) -> Checkpoint:
     """A fresh drafter whose weights were moved as if by training: wide, and norms that are not 1."""
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     noise = torch.Generator().manual_seed(4)
     fresh = spec.kind.init_checkpoint(loaded(spec.target), spec.architecture, spec.init, spec.vocab_ids)
     for _, tensor in sorted(fresh.tensors.items()):
@@ -129,16 +141,16 @@ def grown(variant: str) -> Checkpoint:
 
 
 def drafter(variant: str, num_draft: int = 1, **more: Any) -> Any:
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     return spec.kind(loaded(spec.target), copy.deepcopy(grown(variant)), num_draft, **more)
 
 
 def trainable(variant: str, **objective: Any) -> Any:
     """One for training, which scales features where its variant does. P-EAGLE keeps all rows by default."""
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     trained = drafter(variant)
-    settings: dict[str, Any] = {MLP: {}, PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}[spec.kind]
-    settings = settings | {"loss": {"ce": 0.5, "nll": 0.5}} | objective
+    family: dict[str, Any] = {PEagle: {"num_depths": 4, "down_sample_ratio": 1.0}, MTP: {"ttt_steps": 4}}.get(spec.kind, {})
+    settings = family | {"loss": {"ce": 0.5, "nll": 0.5}} | objective
     trained.for_training(spec.kind.objective_type(**settings), spec.init, statistics(spec.target, trained.hidden_layers))
     return trained
 
@@ -152,7 +164,7 @@ def steps_of(trained: Any) -> int:
 
 
 def head_of(trained: Any, k: int, state_ND: Tensor) -> Tensor:
-    return trained.head_logits(k, state_ND) if isinstance(trained, MLP) else trained.draft_logits(state_ND)
+    return trained.head_logits(k, state_ND) if hasattr(trained, "head_logits") else trained.draft_logits(state_ND)
 
 
 # --------------------------------------------------------------------------- training and drafting agree
@@ -173,7 +185,7 @@ def watched(proposer: Any) -> list[Proposed]:
     """Make a drafter write down what happens while it proposes."""
     proposals: list[Proposed] = []
     steps: list[tuple[Tensor, Tensor]] = []
-    name = "head_logits" if isinstance(proposer, MLP) else "draft_logits"
+    name = "head_logits" if hasattr(proposer, "head_logits") else "draft_logits"
     logits_of = getattr(proposer, name)
     propose = proposer.propose
 
@@ -255,10 +267,10 @@ def accepted_in(proposals: list[Proposed]) -> set[int]:
     return lengths
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *UNLISTED])
 def test_what_is_trained_is_what_drafts(variant: str) -> None:
     """Rows join and leave; drafts of all lengths are made, accepted and rejected."""
-    num_draft = VARIANTS[variant].num_draft
+    num_draft = spec_of(variant).num_draft
     proposals = hold_to_training(trainable(variant), num_draft, (3, 70, 20, 1, 2, 9, 33))
     assert {len(one.drafted) for one in proposals} == set(range(1, num_draft + 1))
     assert accepted_in(proposals) == set(range(num_draft + 1))
