@@ -176,7 +176,8 @@ class SpeculativeConfig(Checked):
                 continue
             if settings[key] != value_of_others:
                 takers = ", ".join(other for other in method.names() if key in method.settings(other))
-                raise ValueError(f"{key}={settings[key]} is for {takers}, not for {name!r}; leave it out")
+                value = "true" if settings[key] is True else settings[key]
+                raise ValueError(f"{key}={value} is for {takers}, not for {name!r}; leave it out")
             del settings[key]
         return settings
 

@@ -459,7 +459,7 @@ WANDB = ("logger=wandb", "logger.mode=offline")
     [
         (("logger.mode=banana",), "logger.mode='banana': input should be 'online' or 'offline'"),
         (("logger.tags=drafter",), "logger.tags='drafter'"),
-        (("logger.tags=[1]",), "logger.tags=[1]"),
+        (("logger.tags=[1]",), "logger.tags[0]=1"),
         (("logger.tags=['']",), "logger.tags=['']: Value error, Tag at index 0 is empty"),
         (("logger.project=a/b",), "logger.project='a/b'"),
         (("logger.project=''",), "logger.project=''"),

@@ -151,7 +151,7 @@ def bench_arguments(**values: Any) -> argparse.Namespace:
 def test_the_direct_implementation_is_ours(draft_vocab: int) -> None:
     """What the benchmark compares is one function: the same loss and the same gradients."""
     script = runpy.run_path(str(ROOT / "train" / "bench.py"), run_name="bench")
-    drafter, _, batch = script["ready"](bench_arguments(draft_vocab=draft_vocab))
+    drafter, _, batch = script["prepare"](bench_arguments(draft_vocab=draft_vocab))
     results = {}
     for name in ("ours", "direct"):
         drafter.zero_grad()

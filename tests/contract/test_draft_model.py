@@ -675,7 +675,7 @@ def test_what_is_no_draft_model(one_line: Any, tmp_path: Path) -> None:
     one_line(lambda: DraftModel(loaded(), "tiny-llama", 0), "num_speculative_tokens=0")
     one_line(lambda: DraftModel(loaded(), "tiny-llama", 2, "often"), "draft_sample_method='often'")
     one_line(lambda: DraftModel(loaded(), "tiny-llama", 2, max_model_len=0), "max_model_len=0")
-    fresh = partial(DraftModel.fresh, loaded(), init=Init())
+    fresh = partial(DraftModel.init_checkpoint, loaded(), init=Init())
     one_line(lambda: fresh({"num_hidden_layers": 5}), "num_hidden_layers=5", "has 4")
     one_line(lambda: fresh({"layer_ids": [2, 1]}), "[2, 1]", "ascending", "0..3")
     one_line(lambda: fresh({"layer_ids": []}), "layer_ids=[]")

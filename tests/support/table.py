@@ -82,6 +82,7 @@ class TableLM(CausalLM):
     def __init__(self, table: np.ndarray, name: str = "table", max_model_len: int = 512) -> None:
         self.table = np.asarray(table, dtype=np.float32)
         self.name = name
+        self.timers = None
         self.path = Path(name)
         self.device = torch.device("cpu")
         self.dtype = torch.float32

@@ -743,10 +743,10 @@ def test_extract_says_what_is_wrong_in_a_line(texts: Path, tmp_path: Path) -> No
     good = ("model=tiny", "data=jsonl", f"data.path={texts}", "out_dir=out")
     cases = {
         ("layers_ids=[1]",): "unknown key 'layers_ids'; did you mean 'layer_ids'?",
-        ("layout=shard",): "layout='shard': use shards or vllm",
+        ("layout=shard",): "layout='shard': input should be 'shards' or 'vllm'",
         ("layer_ids=[a]",): "layer_ids=['a'] must be a list of numbers, such as [2,15,27], or null",
         ("layer_ids=[7]",): "hidden layer 7 is outside 0..4, the layers of tiny-llama",
-        ("shard_mb=many",): "shard_mb='many' must be a number",
+        ("shard_mb=many",): "shard_mb='many' must be the size of a file",
         ("resume=true",): "resume=true, but out_dir=out holds no run",
         ("data.path=gone.jsonl",): "data.path=gone.jsonl: no such file",
     }

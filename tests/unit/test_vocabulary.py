@@ -621,7 +621,7 @@ def test_the_key_is_for_draft_models() -> None:
     config: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
     refused(
         lambda: SpeculativeConfig(**config, use_heterogeneous_vocab=True).resolve().build(target),
-        "use_heterogeneous_vocab=true", "draft_model and pard", "'ngram'", "leave it out",
+        "use_heterogeneous_vocab=true", "draft_model, pard", "'ngram'", "leave it out",
     )  # fmt: skip
     assert SpeculativeConfig(**config, use_heterogeneous_vocab=False).resolve().build(target)[0].num_speculative_tokens == 3
     refused(lambda: SpeculativeConfig(**config, use_heterogeneous_vocab="yes"), "use_heterogeneous_vocab='yes'", "boolean")
