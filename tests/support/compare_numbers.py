@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """The numbers of a checkout, as one flat JSON of keys and values, to compare a refactored tree with the tree before it.
 
-    python tests/support/compare_numbers.py TREE OUT.json                   # everything
-    python tests/support/compare_numbers.py TREE OUT.json --only decode     # or train, extract, share, prepare; may be repeated
+    python tests/support/compare_numbers.py TREE OUT.json  # everything
+    python tests/support/compare_numbers.py TREE OUT.json --only decode  # or train, extract, share, prepare; may be repeated
     python tests/support/compare_numbers.py --diff BEFORE.json AFTER.json   # a line for each key that differs; exit code 1 if any does
     options: --keep DIR (work in this new directory, and keep it), --list (with --diff: print the values too)
 
