@@ -3,7 +3,7 @@
 
     python tests/support/compare_numbers.py TREE OUT.json  # everything
     python tests/support/compare_numbers.py TREE OUT.json --only decode  # or train, extract, share, prepare; may be repeated
-    python tests/support/compare_numbers.py --diff BEFORE.json AFTER.json   # a line for each key that differs; exit code 1 if any does
+    python tests/support/compare_numbers.py --diff BEFORE.json AFTER.json  # a line for each key that differs
     options: --keep DIR (work in this new directory, and keep it), --list (with --diff: print the values too)
 
 TREE is run with the Python interpreter that runs this file, on the CPU (CUDA is hidden), on one thread, without a network, and
