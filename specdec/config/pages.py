@@ -476,7 +476,7 @@ class Share(Checked):
     @classmethod
     def _is_written(cls, name: str) -> str:
         if name not in (engines := checkpoint.engines()):
-            raise ValueError(f"format={name}: no such format; {nearest(name, engines)}")
+            raise ValueError(f"format={name!r}: no such format; {nearest(name, engines)}")
         return name
 
 

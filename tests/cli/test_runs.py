@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from specdec import config, hub, lock, method, script
+from specdec import hub, lock, method, script
 from specdec.checkpoint import native
 from specdec.config import CONF
 from specdec.drafter.base import Init
@@ -291,7 +291,7 @@ def test_a_stopped_run_promises_what_it_can_do(
     def stopped(*args: Any, **more: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(config, "save", stopped)  # what comes first when a directory is taken
+    monkeypatch.setattr("specdec.config.pages.save", stopped)  # what comes first when a directory is taken
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
     arguments = ("data=jsonl", f"data.path={data}") if name == "train/extract" else ()
