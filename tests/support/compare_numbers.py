@@ -310,8 +310,8 @@ def make_material() -> None:
             digests[f"hub/tiny/{path.name}"] = (
                 file_sha(path) if path.suffix != ".json" else sha(cleaned(json.loads(path.read_text())))
             )
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         torch.manual_seed(0)
         start = torch.randint(0, 256, (24, 10))
         with torch.no_grad():
