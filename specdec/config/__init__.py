@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from yaml import MarkedYAMLError
 
 from specdec.config import command_line
-from specdec.files import writing
+from specdec.files import write_atomically
 from specdec.script import fail, one_line
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -86,10 +86,7 @@ def plain(record: BaseModel) -> dict[str, Any]:
 
 def save(record: BaseModel, path: Path) -> None:
     """Write a resolved config, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    with writing(path):
-        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain(record))))
-        temporary.replace(path)
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(plain(record))))
 
 
 def read(path: Path) -> dict[str, Any]:

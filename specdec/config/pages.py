@@ -35,6 +35,7 @@ Directory = Annotated[str, Field(pattern=r"\S", description="the path of a direc
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int, Field(ge=1, description="a number of at least 1")]
 Number = Annotated[int, Field(ge=0, description="a number from 0 on")]
+TopK = Annotated[int, Field(ge=-1, description="a number from -1 on")]
 Fraction = Annotated[float, Field(gt=0, le=1, description="a number above 0, up to 1")]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, description="a number, an integer of 64 bits")]
 Threads = Annotated[int, Field(ge=1, le=1024, description="a number of at least 1 and at most 1024")]
@@ -207,7 +208,7 @@ class Synthesis(Checked):
     max_tokens: Count
     temperature: Temperature
     top_p: Fraction
-    top_k: Annotated[int, Field(ge=-1, description="a number from -1 on")]
+    top_k: TopK
 
 
 class Answers(Checked):
@@ -216,7 +217,7 @@ class Answers(Checked):
     max_tokens: Count
     temperatures: Temperatures
     top_p: Fraction
-    top_k: Annotated[int, Field(ge=-1, description="a number from -1 on")]
+    top_k: TopK
 
 
 # ------------------------------------------------------------------------------------------------ pages

@@ -28,7 +28,7 @@ from specdec.checked import first_line
 from specdec.checkpoint import native
 from specdec.drafter.batch import Sample
 from specdec.drafter.trainable import TrainableDrafter
-from specdec.files import apply_umask, writing
+from specdec.files import apply_umask, write_atomically
 from specdec.training.metrics import MetricWindow
 from specdec.training.settings import Settings
 
@@ -249,10 +249,7 @@ class TrainState:
     def _update_checkpoint(self, **changes: Any) -> None:
         """Change entries of the run's state in the checkpoint of this step."""
         path = self.directory(self.step) / "training" / "state.json"
-        temporary = path.with_suffix(".tmp")
-        with writing(path):
-            temporary.write_text(json.dumps(json.loads(path.read_text()) | changes) + "\n")
-            temporary.replace(path)
+        write_atomically(path, json.dumps(json.loads(path.read_text()) | changes) + "\n")
 
     def load(self) -> None:
         """Go on from the last checkpoint, if there is one: weights, optimiser, and where the run was. Any number of processes
