@@ -333,8 +333,8 @@ class MethodFacts:
     train_script: stem of the script in train/ that trains its drafters; None: there is nothing to train
     mask_key: key of a checkpoint's config with the token whose embedding stands for tokens that are not known yet
     max_draft_key: key of a checkpoint's config with the most tokens of a draft
-    one_is_no_limit: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
-    drafts_max: as many tokens as `max_draft_key` says is also the usual number
+    reuses_one_module: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
+    defaults_to_max: as many tokens as `max_draft_key` says is also the usual number
     serving: by engine, its name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
     serving_note: a sentence for the model card of an export
     served_in_target: the drafter is part of the target's own checkpoint where it is served
@@ -352,8 +352,8 @@ class MethodFacts:
     train_script: str | None = None
     mask_key: str | None = None
     max_draft_key: str | None = None
-    one_is_no_limit: bool = False
-    drafts_max: bool = False
+    reuses_one_module: bool = False
+    defaults_to_max: bool = False
     serving: Mapping[str, str] = field(default_factory=dict)
     serving_note: str | None = None
     served_in_target: bool = False
@@ -414,6 +414,10 @@ class Proposer(Protocol):
 
     def wipe(self) -> None:
         """Zero the caches: nan or inf may be in them, and no row is in use."""
+
+    def summarize(self, answers: Sequence[list[int]]) -> dict[str, Any]:
+        """More keys for summary.json. answers: the token ids of every request's output."""
+        ...
 
 
 class Policy(Protocol):
@@ -496,6 +500,9 @@ class StatelessProposer:
 
     def wipe(self) -> None:
         pass
+
+    def summarize(self, answers: Sequence[list[int]]) -> dict[str, Any]:
+        return {}
 
 
 def check_proposer(proposer: Any) -> None:

@@ -7,7 +7,7 @@ places before them drafted, so greedy drafts suit such a drafter best.
 Training: rows are those of `specdec.drafter.unroll`, and a step is a depth. At depth 0 a row is an entry of the data, at depth
 d the d-th mask behind it, d positions further on, which sees what the row saw and the masks in between. All depths go through
 the drafter together, laid end to end: every entry of the batch, then the rows of depth 1, 2, ... Deeper ones are sub-sampled
-(COD), since most of what they teach the others teach too.
+(PARD's conditional drop, COD), since most of what they teach the others teach too.
 
 An entry is what the drafter reads for one token: the token, or the pair of token and target state.
 """

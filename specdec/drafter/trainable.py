@@ -81,7 +81,8 @@ class TrainableDrafter(Protocol):
 
 
 class OneStepObjective(Checked):
-    """An objective without unrolled steps."""
+    """An objective that does not unroll the drafter on its own drafts, whose `steps_at` is 1. Heads that each predict another
+    token are steps all the same, which the drafter's `num_steps` counts."""
 
     what: ClassVar[str] = "train.objective key"
 

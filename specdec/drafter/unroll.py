@@ -110,7 +110,7 @@ def plan(
 def sample_num_steps(
     names: Sequence[str], length_B: np.ndarray, num_steps: int, ratio: float, min_ratio: float, seed: int | str
 ) -> np.ndarray:
-    """[N] the number of steps that each row takes part in: COD sub-sampling (PARD, 2504.18583).
+    """[N] the number of steps that each row takes part in: the conditional drop (COD) of PARD, 2504.18583.
 
     Step k has `max(ratio^k, min_ratio)` of a sample's rows, and none that the step before did not have. They are drawn by the
     sample's name, so that the batch and the process do not matter. ratio 1 keeps all.

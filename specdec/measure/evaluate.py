@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.drafter.shared_vocab import SharedVocab
 from specdec.engine import Engine
 from specdec.measure import records, tasks
 from specdec.measure.records import JsonlFile
@@ -104,10 +103,7 @@ def summarize(
     }
     reasons = [] if plain is None else run_report.busy_reasons(summary, passes[-1].method, timed_on_cpu(engine))
     summary["busy"] = reasons
-    vocabulary = getattr(engine.proposer, "vocabulary", None)
-    if isinstance(vocabulary, SharedVocab):
-        summary["vocabulary"] = vocabulary.coverage(rows.answered.values())
-    return summary
+    return summary | engine.proposer.summarize(list(rows.answered.values()))
 
 
 def timed_on_cpu(engine: Engine) -> bool:

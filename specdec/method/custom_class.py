@@ -67,6 +67,9 @@ class CustomClass(StatelessProposer):
     def wipe(self) -> None:
         self.inner.wipe()
 
+    def summarize(self, answers: Sequence[list[int]]) -> dict[str, Any]:
+        return dict(self.inner.summarize(answers))
+
     def propose(self, context: Context) -> Draft:
         draft = self.inner.propose(context)
         if not isinstance(draft, Draft):

@@ -184,6 +184,9 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     def wipe(self) -> None:
         self.cache.wipe()
 
+    def summarize(self, answers: Sequence[list[int]]) -> dict[str, Any]:
+        return {} if self.vocabulary is None else {"vocabulary": self.vocabulary.coverage(answers)}
+
     def propose(self, context: Context) -> Draft:
         rows = context.rows
         draft_B = self.draft_lengths(context)

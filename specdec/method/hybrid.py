@@ -127,6 +127,12 @@ class Hybrid(StatelessProposer):
         for component in self.components:
             component.proposer.wipe()
 
+    def summarize(self, answers: Sequence[list[int]]) -> dict[str, Any]:
+        keys: dict[str, Any] = {}
+        for component in self.components:
+            keys |= component.proposer.summarize(answers)
+        return keys
+
     def on_start(self, row: int, request: Request) -> None:
         self.last_R.pop(row, None)
         for component in self.components:

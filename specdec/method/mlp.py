@@ -88,7 +88,7 @@ class MLP(Drafter):
         aliases=("mlp_speculator",),
         train_script="mlp",
         max_draft_key="n_predict",
-        drafts_max=True,
+        defaults_to_max=True,
         serving={"vllm": "mlp_speculator"},
         serving_note="vLLM 0.33 has no MLP speculator any more: the class is there up to 0.32, and the engine for it up to "
         "0.9.2.",

@@ -135,7 +135,7 @@ class MTP(AutoregressiveDrafter):
         aliases=("*_mtp",),
         train_script="mtp",
         max_draft_key="num_modules",
-        one_is_no_limit=True,
+        reuses_one_module=True,
         serving={"vllm": "mtp", "sglang": "NEXTN"},
         served_in_target=True,
     )

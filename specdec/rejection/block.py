@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import Draft, Verdict, require_chain
-from specdec.rejection.standard import draft_q, live, residual, target_p
+from specdec.rejection.standard import draft_q, is_drafted, residual, target_p
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -34,7 +34,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     length_B = draft.length_B.to(p_BJV.device)
     p_BK = target_p(draft, p_BJV)
     q_BK = draft_q(draft, p_BJV)
-    live_BK = live(draft, p_BJV)
+    is_drafted_BK = is_drafted(draft, p_BJV)
     ratio_BK = torch.where(q_BK > 0, p_BK / q_BK, torch.where(p_BK > 0, torch.inf, 0.0))
 
     prefix_B = torch.ones(num_rows, dtype=torch.float64, device=p_BJV.device)  # P_i
@@ -49,7 +49,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
             total_B = mass_B + 1 - prefix_B
             inside_B = torch.where(total_B > 0, mass_B / total_B, 1.0)
             threshold_B = torch.where(i < length_B, inside_B, prefix_B)
-        accept_B = live_BK[:, i - 1] & (u_BJ[:, i - 1] < threshold_B)
+        accept_B = is_drafted_BK[:, i - 1] & (u_BJ[:, i - 1] < threshold_B)
         num_accepted_B = torch.where(accept_B, i, num_accepted_B)
         scale_B = torch.where(accept_B, prefix_B, scale_B)
     return Verdict(num_accepted_B, inverse_cdf(residual(draft, p_BJV, num_accepted_B, scale_B), u_BJ[:, -1]))

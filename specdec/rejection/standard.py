@@ -26,17 +26,17 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """
     require_chain(draft, "rejection scheme standard")
     num_positions = p_BJV.shape[1] - 1
-    accept_BK = live(draft, p_BJV) & (u_BJ[:, :num_positions] * draft_q(draft, p_BJV) < target_p(draft, p_BJV))
-    return settle(draft, p_BJV, u_BJ, accept_BK)
+    accept_BK = is_drafted(draft, p_BJV) & (u_BJ[:, :num_positions] * draft_q(draft, p_BJV) < target_p(draft, p_BJV))
+    return verdict_of(draft, p_BJV, u_BJ, accept_BK)
 
 
-def settle(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor) -> Verdict:
+def verdict_of(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor) -> Verdict:
     """Count the accepted prefix and sample the extra token after it."""
     num_accepted_B = accept_BK.long().cumprod(-1).sum(-1)
     return Verdict(num_accepted_B, inverse_cdf(residual(draft, p_BJV, num_accepted_B), u_BJ[:, -1]))
 
 
-def live(draft: Draft, p_BJV: Tensor) -> Tensor:
+def is_drafted(draft: Draft, p_BJV: Tensor) -> Tensor:
     """[B, K] which draft positions hold a token of the row's own draft."""
     position = torch.arange(p_BJV.shape[1] - 1, device=p_BJV.device)
     return position < draft.length_B.to(p_BJV.device).unsqueeze(-1)
@@ -44,7 +44,7 @@ def live(draft: Draft, p_BJV: Tensor) -> Tensor:
 
 def tokens(draft: Draft, p_BJV: Tensor) -> Tensor:
     """[B, K] the draft, with 0 for padding, which may be no token at all."""
-    return draft.token_BK.masked_fill(~live(draft, p_BJV), 0)
+    return draft.token_BK.masked_fill(~is_drafted(draft, p_BJV), 0)
 
 
 def target_p(draft: Draft, p_BJV: Tensor) -> Tensor:

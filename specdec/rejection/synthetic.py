@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import Draft, Verdict, require_chain
-from specdec.rejection.standard import live, settle
+from specdec.rejection.standard import is_drafted, verdict_of
 
 lossless = False
 keyed_by = "step"
@@ -76,4 +76,4 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates
     num_draft = p_BJV.shape[1] - 1
     rates = conditional(synthetic_acceptance_rates)[:num_draft]
     rate_K = torch.tensor(rates, dtype=torch.float64, device=p_BJV.device)
-    return settle(draft, p_BJV, u_BJ, live(draft, p_BJV) & (u_BJ[:, :num_draft] < rate_K))
+    return verdict_of(draft, p_BJV, u_BJ, is_drafted(draft, p_BJV) & (u_BJ[:, :num_draft] < rate_K))

@@ -122,7 +122,7 @@ def _num_speculative_tokens(
     facts = method.facts(drafter.method)
     key = facts.max_draft_key
     limit = hf_common.integer(drafter.config, key, drafter.name) if key and drafter.config.get(key) is not None else None
-    if limit == 1 and facts.one_is_no_limit:
+    if limit == 1 and facts.reuses_one_module:
         limit = None
     if requested is not None and limit is not None and requested > limit:
         raise ValueError(f"num_speculative_tokens={requested} is over the {limit} of this drafter ({key}); lower it")
@@ -131,7 +131,7 @@ def _num_speculative_tokens(
         measurement.conditions.get("num_speculative_tokens") if measurement is not None else None,
         (identity.get("eval") or {}).get("num_speculative_tokens"),
         speculators.proposals(read_json_object(source / "config.json")).get("speculative_tokens"),
-        limit if facts.drafts_max else speculators.NUM_SPECULATIVE_TOKENS,
+        limit if facts.defaults_to_max else speculators.NUM_SPECULATIVE_TOKENS,
     )
     count = next(count for count in candidates if isinstance(count, int) and count >= 1)
     return min(count, limit or count)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from specdec import config, hub, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
-from specdec.drafter.batch import Batch
+from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device
 from specdec.training import features, loop
+from specdec.training.data import Loaded
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
 
@@ -44,7 +47,6 @@ CHANGEABLE = (
     "max_nonfinite",
 )
 
-
 # settings of a method that training has of its own
 NOT_TRAINED = ("model", "revision", "parallel_drafting")
 
@@ -52,98 +54,71 @@ NOT_TRAINED = ("model", "revision", "parallel_drafting")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 
+@dataclass
+class Recipe:
+    """What a run trains, checked without a model. architecture, init, objective: keys of train.drafter, train.init and
+    train.objective as the drafter's class has them."""
+
+    drafter_class: type[TrainableDrafter]
+    architecture: dict[str, Any]
+    init: Any
+    objective: Any
+
+    @classmethod
+    def check(cls, cfg: Train, script: str) -> Recipe:
+        """Raises ValueError, one line, for what a typo can break. script: the stem of the file in train/ that was started."""
+        name = cfg.method.name
+        drafter_class: type[TrainableDrafter] = method.find(name)
+        if cfg.method.settings.get("parallel_drafting"):
+            raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
+        trained_by = drafter_class.facts.train_script
+        if trained_by != script:
+            mistake = "has nothing to train" if trained_by is None else f"is trained by train/{trained_by}.py"
+            methods = [known for known, facts in method.all_facts().items() if facts.train_script == script]
+            raise ValueError(f"method={name} {mistake}; train/{script}.py trains {', '.join(methods)}")
+        architecture = dict(cfg.train.drafter)
+        if "geometry" in architecture:
+            architecture["geometry"] = architecture["geometry"] or {}
+        drafter_class.architecture_type(**architecture)
+        init = drafter_class.init_type(**cfg.train.init)
+        objective = drafter_class.objective_type(**cfg.train.objective)
+        return cls(drafter_class, architecture, init, objective)
+
+
 def run(cfg: Train, script: str) -> dict[str, Any]:
     """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights
-    name = cfg.method.name
-    settings = cfg.train
-    drafter_class: type[TrainableDrafter] = method.find(name)
-    if cfg.method.settings.get("parallel_drafting"):
-        raise ValueError(f"parallel_drafting=true has a recipe of its own; give method={method.parallel(name)}")
-    trained_by = drafter_class.facts.train_script
-    if trained_by != script:
-        mistake = "has nothing to train" if trained_by is None else f"is trained by train/{trained_by}.py"
-        methods = [known for known, facts in method.all_facts().items() if facts.train_script == script]
-        raise ValueError(f"method={name} {mistake}; train/{script}.py trains {', '.join(methods)}")
-    architecture = dict(settings.drafter)
-    if "geometry" in architecture:
-        architecture["geometry"] = architecture["geometry"] or {}
-    drafter_class.architecture_type(**architecture)
-    init = drafter_class.init_type(**settings.init)
-    objective = drafter_class.objective_type(**settings.objective)
+    recipe = Recipe.check(cfg, script)
     model_arguments = cfg.model.arguments()
     out_dir = cfg.start()
 
-    device = choose_device(cfg.model.device)
-    processes = PartialState(cpu=device.type == "cpu")
-    if settings.global_batch_size % processes.num_processes:
-        raise ValueError(
-            f"train.global_batch_size={settings.global_batch_size} does not divide into {processes.num_processes} processes; "
-            f"give a multiple of {processes.num_processes}"
-        )
-    if processes.num_processes > 1 and device.type == "cuda":
-        device = processes.device
+    processes, device = start_processes(cfg)
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
     target = CausalLM(cfg.model.source, cfg.model.dtype or "bfloat16", str(device), cfg.model.revision)
-    loaded = cfg.data.load(target)
-    if cfg.data.path is None and loaded.header and loaded.header["target"] != target.name and processes.is_main_process:
-        console.show(
-            f"note: the answers of the demo data are those of {loaded.header['target']}, not of {target.name}; "
-            "make data of its own with train/prepare.py"
-        )
-    for note in loaded.notes if processes.is_main_process else ():
-        console.show(f"note: {note}")
-    if cfg.data.held_out >= len(loaded.samples):
-        raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(loaded.samples)} samples; lower it")
-    samples, held_out = split_validation(loaded.samples, cfg.data.held_out)
-
-    checkpoint = new_drafter(drafter_class, target, cfg, architecture, init, samples, held_out)
+    data = load_data(cfg, target, processes.is_main_process)
+    samples, held_out = split_validation(data.samples, cfg.data.held_out)
+    checkpoint = new_drafter(recipe, target, cfg, samples, held_out)
     drafting = {key: value for key, value in cfg.method.settings.items() if key not in NOT_TRAINED}
-    drafter = drafter_class(target, checkpoint, **drafting)
-    source: Any
-    if not drafter.needs_target(objective):
-        source = features.TokenSource(device)
-        if cfg.features.path and processes.is_main_process:
-            console.show("note: features.path is not read, since this objective learns from the data's tokens alone")
-    elif cfg.features.path:
-        source = features.StoredFeatures(cfg.features.path, target, drafter.hidden_layers, cfg.features.layer_ids)
-        for sample in (*samples, *held_out):  # a missing one is an error now, not in the middle of the run
-            source.locate(sample)
-    else:
-        source = features.OnlineFeatures(target, drafter.hidden_layers, int(cfg.features.keep_gb * 2**30))
+    drafter = recipe.drafter_class(target, checkpoint, **drafting)
+    source = feature_source(cfg, drafter, recipe.objective, [*samples, *held_out], device, processes.is_main_process)
     feature_sample = without_first_tokens(source(samples[:64]), drafter.hidden_layers) if drafter.hidden_layers else None
-    drafter.for_training(objective, init, feature_sample, warm_start=cfg.checkpoint is not None)
+    drafter.for_training(recipe.objective, recipe.init, feature_sample, warm_start=cfg.checkpoint is not None)
 
-    identity = {
-        "target": target.name,
-        "target_weights": hub.weights_digest(target.path),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "method": name,
-        "data": fingerprint(loaded.samples),
-        "drafter": checkpoint.config,
-        "init": init.model_dump(),
-        "objective": objective.model_dump(),
-        "train": settings.model_dump(exclude={"name", "drafter", "init", "objective", *CHANGEABLE}),
-        "seed": cfg.seed,
-        "checkpoint": cfg.checkpoint,
-        "checkpoint_weights": hub.weights_digest(native.find(cfg.checkpoint)) if cfg.checkpoint else None,
-        # the best checkpoint is chosen by these
-        "eval": config.plain(cfg.eval) | {"held_out": cfg.data.held_out} | drafting,
-    }
+    identity = identity_of(cfg, recipe, target, checkpoint, data.samples, drafting)
     if processes.is_main_process:
         cfg.claim(identity)
-        if loaded.skipped:
-            records.write_json(out_dir / "left_out.json", loaded.skipped_at)
+        if data.skipped:
+            records.write_json(out_dir / "left_out.json", data.skipped_at)
     processes.wait_for_everyone()
     prompts = prompts_of(held_out, cfg.eval.num_prompts)
 
     def evaluate(saved: Path) -> dict[str, Any]:
         """Decode with the drafter as it would be loaded."""
-        proposer = method.build(name, target, model=str(saved), **drafting)
+        proposer = method.build(cfg.method.name, target, model=str(saved), **drafting)
         return acceptance(target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size)
 
     metrics = logger.Metrics(out_dir, config.plain(cfg)) if processes.is_main_process else None
-    with console.training_progress(settings.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+    with console.training_progress(cfg.train.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
             assert metrics is not None
@@ -151,19 +126,97 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
             show_row(row)
 
         result = loop.fit(
-            drafter, source, samples, held_out, settings, out_dir, seed=cfg.seed, evaluate=evaluate if prompts else None,
+            drafter, source, samples, held_out, cfg.train, out_dir, seed=cfg.seed, evaluate=evaluate if prompts else None,
             log=log, advance=advance, provenance={"identity": identity, "environment": records.environment()},
             resume=cfg.resume,
         )  # fmt: skip
-    if metrics is None:
-        stop(processes, result)
-        return result
-    last = metrics.rows.rows[-1] if metrics.rows.rows else None
+    if metrics is not None:
+        write_results(cfg, target, metrics, identity, result)
+        console.show(f"written to {out_dir}; decode with it:")
+        count = f"method.num_speculative_tokens={drafting['num_speculative_tokens']}"
+        print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
+    stop(processes, result)
+    return result
+
+
+def start_processes(cfg: Train) -> tuple[PartialState, torch.device]:
+    """The processes of the run, and the device of this one. Raises ValueError if a batch does not divide into them."""
+    device = choose_device(cfg.model.device)
+    processes = PartialState(cpu=device.type == "cpu")
+    if cfg.train.global_batch_size % processes.num_processes:
+        raise ValueError(
+            f"train.global_batch_size={cfg.train.global_batch_size} does not divide into {processes.num_processes} processes; "
+            f"give a multiple of {processes.num_processes}"
+        )
+    return processes, processes.device if processes.num_processes > 1 and device.type == "cuda" else device
+
+
+def load_data(cfg: Train, target: CausalLM, speaks: bool) -> Loaded:
+    """The training set, with its notes shown. Raises ValueError if nothing of it is left to train on."""
+    data = cfg.data.load(target)
+    notes = list(data.notes)
+    if cfg.data.path is None and data.header and data.header["target"] != target.name:
+        notes.insert(
+            0,
+            f"the answers of the demo data are those of {data.header['target']}, not of {target.name}; "
+            "make data of its own with train/prepare.py",
+        )
+    for note in notes if speaks else ():
+        console.show(f"note: {note}")
+    if cfg.data.held_out >= len(data.samples):
+        raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(data.samples)} samples; lower it")
+    return data
+
+
+def feature_source(
+    cfg: Train, drafter: TrainableDrafter, objective: Any, samples: Sequence[Sample], device: torch.device, speaks: bool
+) -> Any:
+    """Where the batches of training come from: tokens alone, hidden states on disk, or a target that runs."""
+    if not drafter.needs_target(objective):
+        if cfg.features.path and speaks:
+            console.show("note: features.path is not read, since this objective learns from the data's tokens alone")
+        return features.TokenSource(device)
+    if not cfg.features.path:
+        return features.OnlineFeatures(drafter.target, drafter.hidden_layers, int(cfg.features.keep_gb * 2**30))
+    source = features.StoredFeatures(cfg.features.path, drafter.target, drafter.hidden_layers, cfg.features.layer_ids)
+    for sample in samples:  # a missing one is an error now, not in the middle of the run
+        source.locate(sample)
+    return source
+
+
+def identity_of(
+    cfg: Train, recipe: Recipe, target: CausalLM, checkpoint: Checkpoint, samples: Sequence[Sample], drafting: dict[str, Any]
+) -> dict[str, Any]:
+    """What must be the same when a run is resumed. drafting: settings of the method."""
+    return {
+        "target": target.name,
+        "target_weights": hub.weights_digest(target.path),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "method": cfg.method.name,
+        "data": fingerprint(samples),
+        "drafter": checkpoint.config,
+        "init": recipe.init.model_dump(),
+        "objective": recipe.objective.model_dump(),
+        "train": cfg.train.model_dump(exclude={"name", "drafter", "init", "objective", *CHANGEABLE}),
+        "seed": cfg.seed,
+        "checkpoint": cfg.checkpoint,
+        "checkpoint_weights": hub.weights_digest(native.find(cfg.checkpoint)) if cfg.checkpoint else None,
+        # the best checkpoint is chosen by these
+        "eval": config.plain(cfg.eval) | {"held_out": cfg.data.held_out} | drafting,
+    }
+
+
+def write_results(
+    cfg: Train, target: CausalLM, metrics: logger.Metrics, identity: dict[str, Any], result: dict[str, Any]
+) -> None:
+    """summary.json and the plot, and what became of the run on the console."""
+    out_dir = Path(cfg.out_dir)
+    rows = metrics.rows.rows
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
-    summary = identity | result | cpu_s | {"environment": records.environment(), "last_metrics": last}
-    records.write_json(out_dir / "summary.json", summary)
-    title = f"{name} for {target.name}, {cfg.data.name} data"
-    plot = training_report.plot_training(metrics.rows.rows, title, out_dir / "train.png")
+    outcome = {"environment": records.environment(), "last_metrics": rows[-1] if rows else None}
+    records.write_json(out_dir / "summary.json", identity | result | cpu_s | outcome)
+    title = f"{cfg.method.name} for {target.name}, {cfg.data.name} data"
+    plot = training_report.plot_training(rows, title, out_dir / "train.png")
     where = metrics.close(result, [plot])
     if result["interrupted"]:
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
@@ -174,11 +227,6 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         )
     if where:
         console.show(f"wandb: {where}")
-    console.show(f"written to {out_dir}; decode with it:")
-    count = f"method.num_speculative_tokens={drafting['num_speculative_tokens']}"
-    print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
-    stop(processes, result)
-    return result
 
 
 def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:
@@ -200,10 +248,11 @@ def stop(processes: PartialState, result: dict[str, Any]) -> None:
 
 
 def new_drafter(
-    drafter_class: type[TrainableDrafter], target: CausalLM, cfg: Train, architecture: dict[str, Any], init: Any, samples: Any,
-    held_out: Any,
-) -> Checkpoint:  # fmt: skip
+    recipe: Recipe, target: CausalLM, cfg: Train, samples: Sequence[Sample], held_out: Sequence[Sample]
+) -> Checkpoint:
     """The checkpoint to begin with: that of cfg.checkpoint, or of a new drafter."""
+    drafter_class = recipe.drafter_class
+    architecture = recipe.architecture
     checkpoint = drafter_class.load_checkpoint(target, cfg.checkpoint, None) if cfg.checkpoint else None
     key = drafter_class.facts.mask_key
     if key is not None:
@@ -219,7 +268,7 @@ def new_drafter(
     vocab_ids = None
     if size is not None and size != target.vocab_size:
         vocab_ids = draft_vocabulary(samples, size, target.vocab_size)
-    return drafter_class.init_checkpoint(target, architecture, init, vocab_ids, cfg.seed)
+    return drafter_class.init_checkpoint(target, architecture, recipe.init, vocab_ids, cfg.seed)
 
 
 def tokenizer_of(target: CausalLM) -> Any:

@@ -31,7 +31,7 @@ from specdec.checkpoint import mtp as shipped
 from specdec.checkpoint.native import Checkpoint
 from specdec.drafter import unroll
 from specdec.drafter.autoregressive import AutoregressiveDrafter
-from specdec.drafter.base import Init
+from specdec.drafter.base import Drafter, Init
 from specdec.drafter.batch import Sample
 from specdec.method.eagle import Eagle
 from specdec.method.eagle3 import Eagle3
@@ -96,6 +96,13 @@ VARIANTS = {
     "mlp-one-head": Variant("mlp", {"tie_weights": True, "n_predict": 1, "inner_dim": HIDDEN}, engines=("vllm",)),
 }  # fmt: skip
 PAIRS = [(name, engine) for name, variant in VARIANTS.items() for engine in variant.engines]
+CLAIMS = [
+    (name, kind, engine)
+    for name, module in checkpoint.formats().items()
+    for kind, engines in module.WRITES.items()
+    for engine in engines
+    if issubclass(method.find(kind), Drafter)  # a causal LM is copied as it is
+]
 EAGLE3_DEEP = {"num_hidden_layers": 24}  # a target whose default layers the engines would guess
 
 
@@ -191,6 +198,22 @@ def test_what_is_written_comes_back(name: str, engine: str, tmp_path: Path) -> N
     assert set(came.copies or {}) == copied
     drafter = method.find(came.method)(loaded(VARIANTS[name].target), came, 1)
     assert drafter.config == came.config
+
+
+@pytest.mark.parametrize(("name", "kind", "engine"), CLAIMS)
+def test_a_format_holds_what_it_claims_to(name: str, kind: str, engine: str, tmp_path: Path) -> None:
+    """With an untrained drafter of the method, so that a new format is tested without a line here. An engine may want copies
+    of the target's tensors beside those of the drafter."""
+    drafter = method.find(kind)
+    saved = drafter.init_checkpoint(loaded(), {}, drafter.init_type(train_lm_head=False))
+    checkpoint.write(saved, tmp_path, engine, loaded())
+    again = checkpoint.load(tmp_path)
+    assert checkpoint.format_of(tmp_path, hf_common.read_config(tmp_path)) is checkpoint.formats()[name]
+    assert again.method == checkpoint.method_of(tmp_path) == kind
+    assert again.tensors is not None
+    for key, tensor in saved.tensors.items():
+        assert torch.equal(again.tensors[key], tensor), key
+    drafter(loaded(), again, 1)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators"])
