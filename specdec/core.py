@@ -13,9 +13,9 @@ Glossary:
     pruned       tokens that were drafted and are not verified, because a policy cut the draft short
     step         one round of draft, forward, verify and commit, over all active rows
     row          line of the caches that a request holds from its prefill to its end
-    slot         place of a row in a cache, which holds K and V of one token
+    slot         place within a row of a cache, which holds K and V of one token
     position     place of a token in its text, prompt included, from 0; what RoPE and sliding windows read
-    uniforms     random numbers in [0, 1), a function of the request's seed: the only source of randomness
+    uniforms     random numbers in [0, 1), a function of the request's seed: decoding's only source of randomness
     confidence   numbers about a draft token that say how likely it is to be accepted
     K            num_speculative_tokens, the most tokens of a draft
 
@@ -24,7 +24,7 @@ Shape suffixes used in every file:
     K  draft tokens                   J  verified positions, K + 1
     M  tokens of a row in one forward N  tokens of one forward, all rows laid end to end
     V  vocabulary                     D  width of a hidden state
-    T  tapped layers                  R  rows of a cache
+    T  layers that are read                 R  rows of a cache
     S  slots of a row                 F  features: numbers of confidence
     H  query heads                    G  key heads, which groups of query heads share
     W  width of a head
@@ -159,7 +159,7 @@ class RequestStats:
     drafted: draft tokens that were verified.
     accepted: of these, the accepted ones that were emitted.
     emitted: tokens; accepted + 1, fewer at a stop.
-    trimmed: tokens that were drafted beside and not verified.
+    trimmed: pruned tokens, drafted and not verified.
     draft_s, verify_s: durations of the step's two phases, shared by all rows of the step.
     batch_size: rows of the step.
     wall_s: since the request's last tokens, whatever the engine did meanwhile.
@@ -221,8 +221,8 @@ class RequestStats:
 class Step:
     """One step of the engine, all its rows.
 
-    drafted_B: tokens drafted.
-    verified_B: of these, verified.
+    drafted_B: tokens drafted, pruned ones too: `drafted` + `trimmed` of RequestStats.
+    verified_B: of these, verified: `drafted` of RequestStats.
     accepted_B, emitted_B: as in RequestStats.
     draft_s, verify_s, cpu_s: as in RequestStats.
     at: the end of the step on the engine's clock.

@@ -7,8 +7,10 @@ A step, in the order in which things happen:
     draft     the policy decides how much to draft for each row; the proposer drafts for the rows that draft at all (ragged);
               the policy decides how much of that to verify
     forward   the target processes each row's last token and its draft, all rows in one ragged forward
-    verify    logits -> probabilities -> the rejection scheme decides how much of each draft is accepted, and what follows
-    commit    one read of the device; stop rules, append, statistics; finished requests leave their rows
+    verify    logits -> probabilities -> the rejection scheme decides how much of each draft is accepted, and what follows; the
+              verdict is read from the device, in one piece
+    observe   the policy learns the verdict
+    commit    stop rules, append, statistics; finished requests leave their rows
 
 Rejected tokens stay in their slots and the next forward overwrites them. Invariant, asserted in every step: *the target's cache
 holds every committed token but the last*.
@@ -62,7 +64,7 @@ class HostVerdict:
 
     num_accepted_B: as in Verdict.
     token_B: as in Verdict; below 0 where there is no verdict (`TARGET_NOT_FINITE`, ...).
-    draft_BK: the drafted tokens.
+    draft_BK: the drafted tokens; below 0 where the drafter's logits were not finite.
     path_BK: as in Verdict.
     """
 
@@ -98,7 +100,7 @@ class Engine:
     max_model_len: most tokens of a request, prompt included (default: the model's).
     prefill_chunk_size: most prompt tokens of one forward.
     cache: one to use, for engines that take turns.
-    policy: chooses the number of draft tokens by row and step, at most the proposer's K, which it is without a policy.
+    policy: chooses the number of draft tokens by row and step, up to the proposer's K; without one it is always K.
     clock: of times that are recorded about requests, in seconds.
 
     last_step: the decoding step of the last call of `step`; None if it only processed prompts.
@@ -285,6 +287,7 @@ class Engine:
                 request.stats.prefill_s += sum(timer.seconds())
                 request.stats.prefill_cpu_s += timer.cpu_seconds()
                 continue
+            # a proposer whose K is 0 drafts for no row, and reads them all (it extracts hidden states)
             if state.max_draft_R[row] or not self.proposer.num_speculative_tokens:
                 self.proposer.on_start(row, request)
                 state.started_R[row] = True
@@ -297,9 +300,9 @@ class Engine:
     # ---------------------------------------------------------------- draft
 
     def _draft(self, rows: np.ndarray) -> tuple[Draft, np.ndarray]:
-        """The draft that is verified of each row, and how many tokens were drafted beside."""
+        """The draft that is verified of each row, and how many tokens more were drafted."""
         state = self.state
-        # a step emits at least one token that is not drafted, so more than the rest of the budget less one is waste
+        # a step emits one token more than it accepts, so of n tokens that may still be emitted n - 1 can come from a draft
         max_draft_B = np.minimum(state.max_draft_R[rows], state.max_len_R[rows] - state.length_R[rows] - 1)
         # a policy may read measured times, so one process decides
         length_B = self.processes.broadcast(self.policy.draft_lengths(rows, max_draft_B))
@@ -317,7 +320,7 @@ class Engine:
             )
         draft = self._agreed(draft).scatter_rows(drafting, len(rows))
         drafted_B = draft.length_B.numpy()
-        state.num_accepted_prev_R[rows[drafting]] = 0
+        state.num_accepted_prev_R[rows[drafting]] = 0  # of this draft, until the verdict says otherwise
         verified_B = self.processes.broadcast(self.policy.verify_lengths(rows, draft))
         return draft.cut(verified_B), drafted_B - verified_B
 
@@ -400,7 +403,7 @@ class Engine:
     # ---------------------------------------------------------------- verify
 
     def _verify(self, rows: np.ndarray, draft: Draft, logits_NV: Tensor) -> HostVerdict:
-        """Logits of each row's last token and draft, end to end, to a verdict on the host: the step's one synchronisation."""
+        """Logits of each row's last token and draft, to a verdict on the host: the loop's one read of the device."""
         state = self.state
         draft_length_B = draft.length_B.numpy()
         if not self.processes.is_main:  # one process decides, and the others read its verdict
@@ -418,11 +421,11 @@ class Engine:
                 np.stack([verdict.num_accepted_B, verdict.token_B])
             )
         if (verdict.token_B < 0).any():
-            self._refuse_not_finite(rows, draft, verdict.token_B)
+            self._refuse(rows, draft, verdict.token_B)
         if self.proposer.needs_logits:
             if state.logits_RV is None:
                 state.logits_RV = logits_NV.new_zeros(self.max_batch_size, logits_NV.shape[-1])
-            first_B = np.cumsum(draft_length_B + 1) - draft_length_B - 1
+            first_B = np.cumsum(draft_length_B + 1) - draft_length_B - 1  # of each row in the forward
             state.logits_RV[state.to_device(rows)] = logits_NV[state.to_device(first_B + verdict.last_node_B())]
         return verdict
 
@@ -471,9 +474,9 @@ class Engine:
         worst_B = np.minimum.reduceat(best_N, first_B)  # one position that is not finite spoils the row's slots
         return HostVerdict(num_accepted_B, np.where(worst_B < 0, worst_B, best_N[first_B + num_accepted_B]), draft_BK)
 
-    def _refuse_not_finite(self, rows: np.ndarray, draft: Draft, token_B: np.ndarray) -> None:
-        """Raise ValueError, one line, for logits that hold nan or inf. All requests are dropped: what the caches hold of them
-        would spoil the next ones."""
+    def _refuse(self, rows: np.ndarray, draft: Draft, token_B: np.ndarray) -> None:
+        """Raise ValueError, one line, for logits that hold nan or inf, and for settings that leave no token to sample. All
+        requests are dropped: what the caches hold of them would spoil the next ones."""
         b = int(np.flatnonzero(token_B < 0)[0])
         request = self.state.request(rows[b])
         length = int(self.state.length_R[rows[b]])
@@ -508,8 +511,8 @@ class Engine:
         )
 
     def _verify_uniforms(self, rows: np.ndarray, draft: Draft) -> Tensor:
-        """u_BJ of the rejection scheme. Token n of a request is sampled with (seed, n) when the draft is empty, under every
-        scheme; so `none` is the same under all of them, and `match` reproduces it."""
+        """u_BJ of the rejection scheme. Without drafts, step n samples token n, with (seed, n) under every scheme; so `none` is
+        the same under all of them, and `match` reproduces it."""
         state = self.state
         position_J = np.arange(draft.token_BK.shape[1] + 1)
         if self.verifier.keyed_by == "position":

@@ -31,7 +31,7 @@ def uniforms(seed: np.ndarray, stream: int, index: np.ndarray, column: np.ndarra
     """Uniforms in [0, 1), float64 with 53 random bits. The arguments broadcast.
 
     seed: of the request.
-    stream: VERIFY or DRAFT.
+    stream: VERIFY, DRAFT or SEED.
     index: the step, or the output position.
     column: within the step.
     """

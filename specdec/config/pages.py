@@ -1,7 +1,8 @@
 """Records of the files in conf/: a class for each script's page and each group, with types and limits of the keys.
 
-Defaults are in the YAML files alone. A key that only some choices of a group have is None where it is missing. The settings of
-methods and rejection schemes are in the schema of `--speculative-config`; their groups have its keys.
+Defaults of a run are in the YAML files; those of a class are for the Python API. A key that only some choices of a group have
+is None where it is missing. The settings of methods and rejection schemes are in the schema of `--speculative-config`; their
+groups have its keys.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Row p stands for position p of its document. At step 0 the drafter reads the pai
 token p+2. At step k it reads token p+1+k and its own state of step k-1 at position p+k, and predicts token p+2+k. At step k a
 row attends to the keys of step 0 up to itself, and to its own keys of steps 1 to k.
 
-Which tokens are supervised is one rule, `supervised_tokens`; row p is supervised at step k if token p+2+k is.
+Which tokens are supervised is one rule, `supervised_tokens`; row p is supervised at step k if token p+2+k is. A supervised row
+may still have no weight in the loss (`mask_outside_vocab`).
 
 A drafter that drafts a block in one pass (PARD, P-EAGLE) has the same rows: its k-th mask token sees what the row saw and the
 mask tokens before it. A causal LM that reads tokens alone predicts token p+1+k there: its label_offset is 1, not 2.

@@ -1,4 +1,4 @@
-"""Counting. The engine appends to lists; every ratio in the project is derived here and nowhere else.
+"""Counting. The engine appends to lists; acceptance and speed are derived from them here and nowhere else.
 
 A *step* is one target forward of a request after prefill. Names follow decoding practice: `mean_acceptance_length` has
 vLLM's formula (bonus token counted, steps without a draft not counted); `tokens_per_step` counts every step and is the one

@@ -1,8 +1,8 @@
 """Match: sample y_i from the target at every position, accept while the draft has the same token, then emit the first other.
 
-The uniforms are keyed by (seed, absolute position), so with the same seed the output equals plain sampling token for token,
-whatever the drafter: losslessness at a temperature above 0 as an exact test. Acceptance is sum p q per position for
-probabilistic drafts (less than `standard`), p(x) for deterministic ones (the same).
+The uniforms are keyed by the seed and the place of the token in the output, so with the same seed the output equals plain
+sampling token for token, whatever the drafter: losslessness at a temperature above 0 as an exact test. Acceptance is sum p q
+per position for probabilistic drafts (less than `standard`), p(x) for deterministic ones (the same).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
 
     draft: token_BK.
     p_BJV: target probabilities, J = K + 1.
-    u_BJ: uniforms by absolute position, float64.
+    u_BJ: uniforms by place in the output, float64.
     """
     return compare(draft, inverse_cdf(p_BJV, u_BJ))
 

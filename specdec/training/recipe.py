@@ -47,7 +47,7 @@ CHANGEABLE = (
     "max_nonfinite",
 )
 
-# settings of a method that training has of its own
+# settings of a method that are for decoding alone
 NOT_TRAINED = ("model", "revision", "parallel_drafting")
 
 # every batch has shapes of its own, and oneDNN would keep the kernels of 1,024 of them: gigabytes that are never used again
@@ -151,7 +151,7 @@ def start_processes(cfg: Train) -> tuple[PartialState, torch.device]:
     return processes, processes.device if processes.num_processes > 1 and device.type == "cuda" else device
 
 
-def load_data(cfg: Train, target: CausalLM, speaks: bool) -> Loaded:
+def load_data(cfg: Train, target: CausalLM, is_main: bool) -> Loaded:
     """The training set, with its notes shown. Raises ValueError if nothing of it is left to train on."""
     data = cfg.data.load(target)
     notes = list(data.notes)
@@ -161,7 +161,7 @@ def load_data(cfg: Train, target: CausalLM, speaks: bool) -> Loaded:
             f"the answers of the demo data are those of {data.header['target']}, not of {target.name}; "
             "make data of its own with train/prepare.py",
         )
-    for note in notes if speaks else ():
+    for note in notes if is_main else ():
         console.show(f"note: {note}")
     if cfg.data.held_out >= len(data.samples):
         raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(data.samples)} samples; lower it")
@@ -169,11 +169,11 @@ def load_data(cfg: Train, target: CausalLM, speaks: bool) -> Loaded:
 
 
 def feature_source(
-    cfg: Train, drafter: TrainableDrafter, objective: Any, samples: Sequence[Sample], device: torch.device, speaks: bool
+    cfg: Train, drafter: TrainableDrafter, objective: Any, samples: Sequence[Sample], device: torch.device, is_main: bool
 ) -> Any:
     """Where the batches of training come from: tokens alone, hidden states on disk, or a target that runs."""
     if not drafter.needs_target(objective):
-        if cfg.features.path and speaks:
+        if cfg.features.path and is_main:
             console.show("note: features.path is not read, since this objective learns from the data's tokens alone")
         return features.TokenSource(device)
     if not cfg.features.path:
