@@ -400,11 +400,11 @@ class DraftSampler:
 
 
 def init_weights(module: nn.Module, seed: int, std: float) -> None:
-    """Random weights: matrices from N(0, std^2), biases at 0; norms are as they were made."""
+    """Random weights, by the seed alone: matrices from N(0, std^2), biases at 0; norms are as they were made."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         with torch.no_grad():
             if parameter.ndim > 1:
                 parameter.copy_(torch.empty(parameter.shape).normal_(0, std, generator=generator))
-            elif name.endswith("bias"):
+            elif "bias" in name.rpartition(".")[2]:  # bias_ih of a recurrent cell too
                 parameter.zero_()

@@ -101,7 +101,7 @@ UNLISTED = {
     for name in method.names()
     if issubclass(method.find(name), Drafter) and method.find(name) not in (MLP, MTP, PEagle, Eagle, Eagle3)
 }
-FEW = ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3"]
+FEW = ["mlp-untied-reduced", "peagle-2-layers-reduced", "mtp", "mtp-4-qwen3", *UNLISTED]
 OF = {kind: [name for name, spec in VARIANTS.items() if spec.kind is kind] for kind in (MLP, PEagle, MTP)}
 
 
@@ -267,6 +267,18 @@ def accepted_in(proposals: list[Proposed]) -> set[int]:
     return lengths
 
 
+@pytest.mark.parametrize("name", [name for name in method.names() if issubclass(method.find(name), Drafter)])
+def test_a_new_drafter_depends_on_its_seed_alone(name: str) -> None:
+    """And not on torch's own generator, which its modules are made with."""
+    drafter_class: Any = method.find(name)
+    made = []
+    for state in (1, 2):
+        torch.manual_seed(state)
+        made.append(drafter_class.init_checkpoint(loaded(), {}, drafter_class.init_type(), seed=0).tensors)
+    for key, tensor in made[0].items():
+        assert torch.equal(tensor, made[1][key]), key
+
+
 @pytest.mark.parametrize("variant", [*VARIANTS, *UNLISTED])
 def test_what_is_trained_is_what_drafts(variant: str) -> None:
     """Rows join and leave; drafts of all lengths are made, accepted and rejected."""
@@ -280,7 +292,7 @@ def test_what_is_trained_is_what_drafts(variant: str) -> None:
 def test_drafts_go_on_when_rows_sat_out(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some for so long that the drafter has to take in their states."""
     monkeypatch.setattr("specdec.engine.MAX_PENDING_STATES", 2)
-    num_draft = VARIANTS[variant].num_draft
+    num_draft = spec_of(variant).num_draft
     hold_to_training(trainable(variant), num_draft, (3, 70, 20, 1, 2, 9, 33), 30, Restless(num_draft))
 
 
@@ -289,13 +301,13 @@ def test_drafts_go_on_from_a_long_prompt(variant: str, monkeypatch: pytest.Monke
     """The pairs of a prompt come in pieces: of 16 here, so that prompts end before, at and behind their borders."""
     for module in ("specdec.drafter.autoregressive", "specdec.method.mtp"):
         monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 16)
-    hold_to_training(trainable(variant), VARIANTS[variant].num_draft, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
+    hold_to_training(trainable(variant), spec_of(variant).num_draft, (16, 17, 18, 19, 20, 21, 22, 34, 70), 6)
 
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle-2-layers-reduced", "mtp-4-qwen3"])
 def test_output_is_the_targets(variant: str) -> None:
     """Under a lossless verifier, with a budget that ends within the drafter's context and one that does not."""
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     lengths = (3, 40, 20, 2, 9)
     for more in ({}, {"max_model_len": 24}, {"draft_sample_method": "probabilistic"}):
         proposer = drafter(variant, spec.num_draft, **more)
@@ -316,7 +328,7 @@ def rms_normed(x: Tensor, eps: float = 1e-6) -> Tensor:
 @pytest.mark.parametrize("variant", OF[MLP])
 def test_an_mlp_head_is_its_formula(variant: str) -> None:
     """s_i = gelu(ln_i(proj_i(s_{i-1}) + w_e / w_s emb_i(x_i))): what IBM's code does, with the tensors of the checkpoint."""
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     checkpoint = grown(variant)
     trained = drafter(variant)
     weights = checkpoint.tensors
@@ -540,7 +552,7 @@ def mtp_states(
 def test_an_mtp_module_is_its_formula(variant: str) -> None:
     checkpoint = grown(variant)
     trained = drafter(variant)
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     modules = [ModuleInWords.of(trained.target, checkpoint.tensors, i) for i in range(checkpoint.config["num_modules"])]
     batch = features(trained, [SAMPLES[1], SAMPLES[0]])
     with torch.no_grad():
@@ -564,7 +576,7 @@ def test_an_mtp_module_is_its_formula(variant: str) -> None:
 def test_the_loss_is_the_readable_one_and_every_parameter_learns(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Value, sums and the gradient of every parameter; none of them is zero."""
     trained = trainable(variant)
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     batch = features(trained, SAMPLES)
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     loss, sums, grads = gradients(trained, batch)
@@ -596,7 +608,7 @@ def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
     batch = features(trained, SAMPLES)
     want = 0.0
     plan = trained.plan(batch, steps_of(trained), 0)
-    place = {token: i for i, token in enumerate(REDUCED.tolist() if VARIANTS[variant].reduced else range(VOCAB))}
+    place = {token: i for i, token in enumerate(REDUCED.tolist() if spec_of(variant).reduced else range(VOCAB))}
     with torch.no_grad():
         for k, (step, state) in enumerate(zip(plan.steps, trained.unrolled(batch, plan), strict=True)):
             distribution = trained.head_logits(k, state).log_softmax(-1)
@@ -630,7 +642,7 @@ def test_the_steps_of_mtp_weigh_one_together() -> None:
 @pytest.mark.parametrize("variant", FEW)
 def test_a_batch_is_the_sum_of_its_samples(variant: str) -> None:
     """Packed or alone, loss, sums and gradients are the same, also where rows are drawn (COD): by a sample's name."""
-    more = {"down_sample_ratio": 0.6} if VARIANTS[variant].kind is PEagle else {}
+    more = {"down_sample_ratio": 0.6} if spec_of(variant).kind is PEagle else {}
     trained = trainable(variant, **more)
     batched = gradients(trained, features(trained, SAMPLES), seed=5)
     alone = [gradients(trained, features(trained, [one]), seed=5) for one in SAMPLES]
@@ -672,7 +684,7 @@ def test_a_row_sees_neither_the_future_nor_other_documents(variant: str) -> None
     """What may change a row of position p at step k, and nothing else does: tokens up to p + 1 + k (P-EAGLE: p + 1; an MLP:
     from p + 1 on) and the target's states up to p (an MLP: of p) of its own document."""
     trained = trainable(variant)
-    kind = VARIANTS[variant].kind
+    kind = spec_of(variant).kind
     batch = features(trained, [SAMPLES[0], SAMPLES[1], SAMPLES[0]])
     plan = unroll.plan(batch.length_B, np.ones_like(batch.mask_N), 3 if kind is PEagle else steps_of(trained))
     first_N = torch.from_numpy(plan.first_N)
@@ -757,7 +769,7 @@ def fitted(out_dir: Path, trained: Any, **more: Any) -> Any:
 def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> None:
     """20 steps are 10 and 10: loss, learning rate, weights, moments. The target is bit for bit what it was, and what was saved
     drafts as what was trained."""
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     how = {"max_steps": 20, "warmup_ratio": 0.2}
     more = {"down_sample_ratio": 0.6} if spec.kind is PEagle else {}
     target = loaded(spec.target)
@@ -790,7 +802,7 @@ def test_stopped_and_resumed_equals_straight(variant: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("variant", FEW)
 def test_micro_batches_do_not_matter(variant: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_steps": 2, "global_batch_size": 8, "lr": 1e-4}
-    more = {"down_sample_ratio": 0.6} if VARIANTS[variant].kind is PEagle else {}
+    more = {"down_sample_ratio": 0.6} if spec_of(variant).kind is PEagle else {}
     at_once = fitted(tmp_path / "8", trainable(variant, **more), micro_batch_size=8, **how)
     parts = fitted(tmp_path / "3", trainable(variant, **more), micro_batch_size=3, **how)
     same(parts.weights, at_once.weights)
@@ -1108,7 +1120,7 @@ def test_drafters_that_cannot_be_are_one_line() -> None:
 
 @pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp-2"])
 def test_checkpoints_that_do_not_fit_are_one_line(variant: str, tmp_path: Path) -> None:
-    spec = VARIANTS[variant]
+    spec = spec_of(variant)
     checkpoint = grown(variant)
     target = loaded()
     if spec.kind is not PEagle:
@@ -1144,4 +1156,4 @@ def test_checkpoints_that_do_not_fit_are_one_line(variant: str, tmp_path: Path) 
 def test_configs_that_were_altered_are_one_line(variant: str, key: str, value: Any, words: tuple[str, ...]) -> None:
     checkpoint = copy.deepcopy(grown(variant))
     checkpoint.config[key] = value
-    refused(lambda: VARIANTS[variant].kind(loaded(), checkpoint, 1), *words)
+    refused(lambda: spec_of(variant).kind(loaded(), checkpoint, 1), *words)
