@@ -42,9 +42,13 @@ NOT_BUILT_KEYS: dict[str, tuple[Any, ...]] = {
     "fly_entropy_top_k": (None, 3),
 }
 POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
-SCHEME_PREFIXES = ("rejection_sample_method", "synthetic_")  # of the keys of the rejection scheme
 # keys with the value that holds for every method without the key
 UNIVERSAL_VALUES = {"draft_sample_method": "greedy", "use_heterogeneous_vocab": False, "draft_tensor_parallel_size": 1}
+
+
+def scheme_keys() -> set[str]:
+    """Keys of the rejection scheme."""
+    return {"rejection_sample_method", *rejection.all_settings()}
 
 
 class SpeculativeConfig(Checked):
@@ -151,7 +155,7 @@ class SpeculativeConfig(Checked):
             settings["proposers"] = [{"method": plan.method} | plan.settings for plan in components]
             settings.pop("model", None)  # of one of the components
         method.check(name, settings)
-        scheme_params = {key: value for key, value in self.as_dict().items() if key.startswith("synthetic_")}
+        scheme_params = {key: value for key, value in self.as_dict().items() if key in rejection.all_settings()}
         rejection.find(self.rejection_sample_method)
         if length is not None:
             rejection.build(self.rejection_sample_method, length, **scheme_params)
@@ -163,8 +167,8 @@ class SpeculativeConfig(Checked):
 
     def _settings(self, name: str) -> dict[str, Any]:
         """What the method's constructor is given."""
-        other_keys = ("method", "parallel_drafting", *POLICY_KEYS)
-        settings = {k: v for k, v in self.as_dict().items() if k not in other_keys and not k.startswith(SCHEME_PREFIXES)}
+        other_keys = {"method", "parallel_drafting", *POLICY_KEYS, *scheme_keys()}
+        settings = {k: v for k, v in self.as_dict().items() if k not in other_keys}
         if self.num_speculative_tokens == "auto":
             del settings["num_speculative_tokens"]
             if method.needs_length(name):
@@ -200,7 +204,7 @@ class SpeculativeConfig(Checked):
         if inner in method.names() and not method.facts(inner).drafts:
             raise ValueError(f"method {inner!r} drafts nothing; leave it out")
         for key, value in proposer.items():
-            if key in (*POLICY_KEYS, "proposers") or key.startswith(SCHEME_PREFIXES) or value == "auto":
+            if key in {*POLICY_KEYS, "proposers", *scheme_keys()} or value == "auto":
                 raise ValueError(f"{key}={value} is not a proposer's; give it beside the list")
         if not {"method", "model"} & set(proposer):
             raise ValueError("it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specdec.checked import first_line, nearest
+from specdec.checked import first_line, nearest, short_repr
 from specdec.checkpoint.native import Checkpoint, check_values, target_part, write_weights
 from specdec.files import read_json, read_json_object
 from specdec.hub import MAX_LAYERS
@@ -300,7 +300,7 @@ def integer(config: dict[str, Any], key: str, name: str, default: int | None = N
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
-        raise ValueError(f"{name}: {key} is {str(value)[:40]!r} in config.json, and should be an integer of 1..{maximum}")
+        raise ValueError(f"{name}: {key} is {short_repr(value)} in config.json, and should be an integer of 1..{maximum}")
     return value
 
 

@@ -2,13 +2,15 @@
 
 A file has `lossless` (whether the output has the target's distribution), `keyed_by` ("step" or "position": what its uniforms
 are a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. `u[:, :K]` decide acceptance at
-draft positions 0..K-1 and `u[:, K]` samples the extra token by inverse CDF, whatever the row's own draft length is. A file may
-have `check(num_speculative_tokens, **params)`, which refuses bad parameters before a run.
+draft positions 0..K-1 and `u[:, K]` samples the extra token by inverse CDF, whatever the row's own draft length is. A scheme
+with settings has `check(num_speculative_tokens, **settings)`, whose arguments they are: it refuses bad ones before a run and
+returns the `params` of `verify`; and, if some have no default, `EXAMPLE`, values of them for tests.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,11 +47,22 @@ def find(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+def settings(name: str) -> list[str]:
+    """The settings that a scheme takes: fields of SpeculativeConfig."""
+    module = find(name)
+    return list(inspect.signature(module.check).parameters)[1:] if hasattr(module, "check") else []
+
+
+def all_settings() -> set[str]:
+    """The settings of all schemes."""
+    return {key for name in names() for key in settings(name)}
+
+
 def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier:
     """The scheme of that file name. Raises ValueError for an unknown name or parameters that the scheme refuses."""
     module = find(name)
+    for key in sorted(set(params) - set(settings(name))):
+        raise ValueError(f"rejection_sample_method={name!r} takes no {key}; remove it")
     if hasattr(module, "check"):
         params = module.check(num_speculative_tokens, **params)
-    elif params:
-        raise ValueError(f"rejection_sample_method={name!r} takes no {sorted(params)[0]}; remove it")
     return Verifier(name, module.lossless, module.keyed_by, module.verify, params)

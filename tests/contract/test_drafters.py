@@ -271,12 +271,12 @@ def accepted_in(proposals: list[Proposed]) -> set[int]:
 def test_a_new_drafter_depends_on_its_seed_alone(name: str) -> None:
     """And not on torch's own generator, which its modules are made with."""
     drafter_class: Any = method.find(name)
-    made = []
+    tensors = []
     for state in (1, 2):
         torch.manual_seed(state)
-        made.append(drafter_class.init_checkpoint(loaded(), {}, drafter_class.init_type(), seed=0).tensors)
-    for key, tensor in made[0].items():
-        assert torch.equal(tensor, made[1][key]), key
+        tensors.append(drafter_class.init_checkpoint(loaded(), {}, drafter_class.init_type(), seed=0).tensors)
+    for key, tensor in tensors[0].items():
+        assert torch.equal(tensor, tensors[1][key]), key
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *UNLISTED])

@@ -353,7 +353,7 @@ def test_what_takes_chains_refuses_a_tree(place: str, one_line: Callable[..., st
 
 def built(scheme: str) -> rejection.Verifier:
     """A scheme with its own parameters, where it needs some."""
-    return rejection.build(scheme, 3, **({"synthetic_acceptance_length": 2.0} if scheme == "synthetic" else {}))
+    return rejection.build(scheme, 3, **getattr(rejection.find(scheme), "EXAMPLE", {}))
 
 
 @pytest.mark.parametrize("scheme", rejection.names())

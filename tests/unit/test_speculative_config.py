@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec import checkpoint, method
+from specdec import checkpoint, method, rejection
 from specdec.policy.cost_table import CostTable
 from specdec.speculative_config import SpeculativeConfig
 from support.methods import example_settings, tiny
@@ -87,3 +87,12 @@ def test_a_method_with_its_examples_has_a_plan(name: str) -> None:
     if name == "custom_class":
         examples["model"] = "support.table.Ragged"
     assert SpeculativeConfig(method=name, **length, **examples).resolve().method == name
+
+
+@pytest.mark.parametrize("name", rejection.names())
+def test_a_scheme_with_its_examples_is_what_the_plan_names(name: str) -> None:
+    """So its settings are keys of the config, and none of the method's."""
+    examples = getattr(rejection.find(name), "EXAMPLE", {})
+    plan = SpeculativeConfig(method="ngram", num_speculative_tokens=3, rejection_sample_method=name, **examples).resolve()
+    assert plan.scheme == name
+    assert plan.scheme_params == examples
