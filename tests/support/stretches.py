@@ -14,7 +14,8 @@ from specdec.rejection import Verifier
 from support.distributions import chi_square, code
 from support.table import NUM_DRAFT, TableLM, joint_distribution, proposer
 
-ROWS = 64
+# a step of many rows costs little more than one of few; fewer than there are requests, so that rows are reused
+ROWS = 250
 
 
 STRETCH = NUM_DRAFT + 1
