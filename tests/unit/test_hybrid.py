@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec import method, rejection
 from specdec.core import Context, Draft, Proposer, Request, RequestStats, StatelessProposer, draft_from_lists
-from specdec.engine import MAX_PENDING_STATES, Engine
+from specdec.engine import Engine
 from specdec.measure import stats
 from specdec.measure.report import run as run_report
 from specdec.method.hybrid import Hybrid
@@ -184,7 +184,10 @@ def test_a_part_that_sat_out_drafts_as_one_that_never_did(name: str) -> None:
     assert drafted == want.token_BK[0, : want.length_B[0]].tolist()
 
 
-def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
+def test_states_of_a_row_that_sits_out_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 32
+    for module in ("engine", "method.hybrid"):
+        monkeypatch.setattr(f"specdec.{module}.MAX_PENDING_STATES", limit)
     target = tiny()
     kept = 0
     proposer = build(NGRAM, {"method": "eagle3", "model": "fresh"}, target=target)
@@ -193,7 +196,7 @@ def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
     turn = proposer.components[1]
     engine = Engine(target, proposer, scheme("standard"), max_batch_size=2, prefill_chunk_size=64)
     requests = [
-        Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * MAX_PENDING_STATES, ignore_eos=True))
+        Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * limit, ignore_eos=True))
         for i in range(2)
     ]
     engine.add(*requests)
@@ -203,9 +206,9 @@ def test_states_of_a_row_that_sits_out_do_not_pile_up() -> None:
         steps += 1
         held = [sum(len(part) for _, part in kept_states) for kept_states in turn.pending_R.values()]
         kept = max(kept, *held, 0) if held else kept
-        if steps == 2 * MAX_PENDING_STATES:
+        if steps == 2 * limit:
             gate.open = False
-    assert MAX_PENDING_STATES // 2 < kept <= MAX_PENDING_STATES + NUM_DRAFT + 1
+    assert limit // 2 < kept <= limit + NUM_DRAFT + 1
     assert not turn.pending_R, "a row that is free holds nothing"
     assert set(requests[0].stats.proposer) == {"ngram", "eagle3", ""}
 
