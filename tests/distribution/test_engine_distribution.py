@@ -25,7 +25,7 @@ from specdec.core import Context, Draft, Proposer, Request, Verdict
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier, block, match, standard
 from support.distributions import chi_square, emitted_distribution, num_accepted_distribution
-from support.stretches import LONG, PARAMS, ROWS, STRETCH, TABLE, adverse, decode, drafts_of, misfit
+from support.stretches import LONG, PARAMS, STRETCH, TABLE, adverse, decode, drafts_of, misfit
 from support.table import (
     NUM_DRAFT,
     FirstWriteWins,
@@ -227,7 +227,7 @@ def test_rejected_tokens_that_stay_in_the_cache_do_not_fit(monkeypatch: pytest.M
     params = PARAMS.model_copy(update={"max_tokens": 60 * STRETCH})
 
     def of(drafting: Proposer) -> float:
-        return misfit(target, decode(target, drafting, scheme("standard"), params, ROWS))
+        return misfit(target, decode(target, drafting, scheme("standard"), params, 64))
 
     monkeypatch.setattr(target, "new_cache", FirstWriteWins)
     assert of(method.build("none", target)) < 1
@@ -260,7 +260,7 @@ def test_acceptance_is_what_the_distributions_say() -> None:
     target = TableLM.constant(p)
     mean = {}
     for name, probs_J in distribution.items():
-        requests = decode(target, drafts_from(q, 2, target), scheme(name), plain(300), ROWS)
+        requests = decode(target, drafts_from(q, 2, target), scheme(name), plain(300), 64)
         accepted = accepted_of_full_drafts(requests, 2)
         statistic, threshold = chi_square(torch.from_numpy(np.bincount(accepted, minlength=3)), probs_J)
         assert statistic < threshold, name

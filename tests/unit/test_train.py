@@ -1277,8 +1277,9 @@ def test_wandb_offline_holds_the_metrics(
     (tmp_path / "cwd").mkdir()
     out_dir = tmp_path / "run"
     what = (*arguments, *EAGLE3, "train.max_steps=4", "logger=wandb", f"out_dir={out_dir}")
-    env = {"HOME": str(tmp_path / "home"), "SPECDEC_CACHE": cache_dir}
-    done = ended(start(TRAIN / "eagle.py", *what, cwd=tmp_path / "cwd", **env))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SPECDEC_CACHE", cache_dir)
+    done = call("eagle", *what, cwd=tmp_path / "cwd", folder=TRAIN)
     assert done.code == 0, done.err
     assert "wandb: offline" in done.out
     assert list((tmp_path / "cwd").iterdir()) == []
