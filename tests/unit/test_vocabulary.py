@@ -558,7 +558,8 @@ def test_greedy_decoding_is_plain_decoding(name: str, how: str, kind: str) -> No
     assert isinstance(proposer, DraftModel)
     assert proposer.vocabulary is not None
     assert proposer.vocabulary.size == 257, "all bytes, and </s>"
-    for batch_size in (1, 3, 8):
+    # every size where most drafts are refused and rows are soon out of step
+    for batch_size in (1, 3, 8) if (how, kind) == ("greedy", "random") else (3,):
         engine = Engine(target, proposer, verifier, max_batch_size=batch_size, prefill_chunk_size=64)
         output, num_accepted = answers(engine, logit_bias=BYTES_ONLY if kind == "renamed" else None)
         assert output == plainly(kind == "renamed"), f"batch size {batch_size}"
