@@ -25,7 +25,7 @@ from support.methods import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # on the CPU test_exact.py holds the same methods, models and prompts against the same answers
 ELSEWHERE_ON_CPU = [pytest.mark.prove] if DEVICE == "cpu" else []
-NUM_REQUESTS = 2000 if DEVICE == "cuda" else 500
+NUM_REQUESTS = 2000 if DEVICE == "cuda" else 700
 
 
 @cache
