@@ -21,7 +21,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
 from specdec.drafter.trainable import UnrolledDrafter
-from specdec.model import packed_linear
+from specdec.model import fused, packed_linear
 from specdec.model.target import CausalLM
 
 
@@ -276,6 +276,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
                 setattr(module, key, nn.Parameter(parameter.to(self.target.dtype), requires_grad=False))
         if packed_linear.can_pack(self.target.dtype, self.target.device):
             packed_linear.pack(self)
+            fused.fuse(self)
         self.frozen = True
 
     def catch_up(self, context: Context) -> bool:

@@ -9,15 +9,19 @@ Letters: H query heads, G key heads, W width of a head.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.model import kernels
 from specdec.model.kv import ForwardBatch
 
 QUERY_BLOCK = 4
+MAX_KERNEL_TOKENS = 64  # of a row alone: for more, as in a prefill, blocks of queries are faster
 
 
 class UnsupportedModel(ValueError):
@@ -54,6 +58,8 @@ class SlotAttention:
         self.batch = batch
         self.cache = batch.cache
         self._bias: dict[tuple[int | None, int], Tensor] = {}
+        self._seen: dict[int | None, tuple[np.ndarray, ...]] = {}
+        self.by_kernel = self._is_for_kernel()
 
     def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
         batch = self.batch
@@ -73,6 +79,8 @@ class SlotAttention:
     ) -> Tensor:
         """Query heads that share a KV head are folded into one matrix, so K and V are never repeated."""
         batch = self.batch
+        if self.by_kernel and all(w % kernels.LANES == 0 and w <= kernels.MAX_WIDTH for w in self.cache.layers[layer][1:]):
+            return self._attend_by_kernel(layer, query_NHW, scaling, sliding_window, softcap)
         rows = slice(batch.first_row, batch.first_row + batch.num_rows)
         keys = self.cache.key_RHSD[layer][rows, :, : batch.num_slots]
         values = self.cache.value_RHSD[layer][rows, :, : batch.num_slots]
@@ -91,6 +99,63 @@ class SlotAttention:
             scores = torch.tanh(scores / softcap) * softcap + bias
             out = torch.matmul(scores.softmax(-1).to(values.dtype), values)
         return _unfold(out[:, :, :num_queries] if padding else out, batch, num_heads)
+
+    def _is_for_kernel(self) -> bool:
+        """Whether `kernels.attend` serves this forward, where a layer's heads are of widths that it takes."""
+        is_prefill = self.batch.num_rows == 1 and self.batch.max_length > MAX_KERNEL_TOKENS
+        return self.cache.device.type == "cpu" and self.cache.dtype == torch.float32 and not is_prefill
+
+    def _attend_by_kernel(
+        self, layer: int, query_NHW: Tensor, scaling: float | None, sliding_window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys = self.cache.key_RHSD[layer]
+        values = self.cache.value_RHSD[layer]
+        num_heads, width = query_NHW.shape[1:]
+        if query_NHW.stride()[1:] != (width, 1):
+            query_NHW = query_NHW.contiguous()
+        out_NHW = query_NHW.new_zeros(len(query_NHW), num_heads, values.shape[3])
+        rows, tokens, counts = self._rows
+        attend: Any = kernels.attend_by_threads if kernels.use_threads() else kernels.attend
+        attend(
+            query_NHW.data_ptr(),
+            out_NHW.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            rows,
+            tokens,
+            counts,
+            keys.shape[1],
+            num_heads // keys.shape[1],
+            4 * query_NHW.stride(0),
+            keys.shape[2],
+            *self._seen_slots(sliding_window),
+            width,
+            values.shape[3],
+            np.float32(width**-0.5 if scaling is None else scaling),
+            np.float32(softcap or 0),
+        )
+        return out_NHW
+
+    @cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the rows that have tokens: the row of the cache, the first token, and how many."""
+        length_B = self.batch.length_B
+        present = np.flatnonzero(length_B)
+        return self.batch.first_row + present, (np.cumsum(length_B) - length_B)[present], length_B[present]
+
+    def _seen_slots(self, sliding_window: int | None) -> tuple[np.ndarray, ...]:
+        """Which slots each token sees, as `kernels.attend` takes it: a stretch, and more of them one by one."""
+        if sliding_window not in self._seen:
+            batch = self.batch
+            past_N = batch.position_N.numpy() + 1
+            first_N = np.zeros_like(past_N) if sliding_window is None else np.maximum(past_N - sliding_window, 0)
+            if batch.start_B is None:
+                extra_N = np.zeros(len(past_N) + 1, dtype=np.int64)
+                self._seen[sliding_window] = first_N, past_N - first_N, extra_N, extra_N[:0]
+            else:
+                prefix_N = np.repeat(batch.start_B.numpy(), batch.length_B)
+                self._seen[sliding_window] = first_N, (prefix_N - first_N).clip(0), *batch.forward_slots(sliding_window)
+        return self._seen[sliding_window]
 
     def _bias_of(self, sliding_window: int | None, group: int) -> Tensor:
         """[B, 1, group * M padded, slots] additive mask: 0 where the query may look, the lowest float elsewhere.

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from specdec.checked import first_line
 from specdec.model.attention import Attention, SlotAttention, UnsupportedModel, attention_interface
 from specdec.model.kv import ForwardBatch, SlotCache
-from specdec.model.packed_linear import PackedLinear
+from specdec.model.packed_linear import Packed
 from specdec.model.tensor_parallel import ColumnParallelLinear
 
 ATTENTION = "specdec"
@@ -365,7 +365,7 @@ class ModuleTrace:
             _, before, after = self.records[place]
             if before is None or after is None or before.shape != shape or after.shape != shape:
                 return None, "what passes between its decoder layers is not one state per token"
-        if not isinstance(self.head, nn.Linear | PackedLinear | ColumnParallelLinear) or self.head not in order:
+        if not isinstance(self.head, nn.Linear | Packed | ColumnParallelLinear) or self.head not in order:
             return None, "it has no output layer that is a linear one"
         last = self.records[places[-1]][2]
         read = self.records[order.index(self.head)][1]

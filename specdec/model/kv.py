@@ -4,14 +4,15 @@ Three things about a token of a forward are apart: the slot that holds its K and
 windows), and which other tokens it sees. Rolling back rejected tokens costs nothing: their slots are hidden from the next
 forward, which overwrites them. `specdec.model.attention` reads and writes the cache.
 
-Padding makes a row's numbers on the CPU the same bits in any batch (checked in tests/unit/test_target.py): the kernels take
-another path for fewer than 4 query rows, and sum the keys in another order when their count is not a multiple of 128, or leaves
-256 (on AMD and Intel) or 384 (on Intel) over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a
-multiple of 512, or 128 more.
+In float32 on a CPU `kernels.attend` computes every token by itself. Elsewhere padding makes a row's numbers on the CPU the
+same bits in any batch (checked in tests/unit/test_target.py): torch's kernels take another path for fewer than 4 query rows,
+and sum the keys in another order when their count is not a multiple of 128, or leaves 256 (on AMD and Intel) or 384 (on Intel)
+over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a multiple of 512, or 128 more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,8 +57,7 @@ class SlotCache:
             return
         for which, store in enumerate((self.key_RHSD, self.value_RHSD)):
             for i, (heads, *widths) in enumerate(self.layers):
-                # zeros, not empty: a masked slot counts 0 times its value, and 0 times NaN is NaN
-                grown = torch.zeros(rows, heads, slots, widths[which], dtype=self.dtype, device=self.device)
+                grown = self._zeros(rows, heads, slots, widths[which])
                 if self.rows:
                     grown[: self.rows, :, : self.slots] = store[i]
                 store[i] = grown
@@ -73,7 +73,15 @@ class SlotCache:
         self.layers[layer] = shape
         heads, *widths = shape
         for store, width in zip((self.key_RHSD, self.value_RHSD), widths, strict=True):
-            store[layer] = torch.zeros(self.rows, heads, self.slots, width, dtype=self.dtype, device=self.device)
+            store[layer] = self._zeros(self.rows, heads, self.slots, width)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        """Not `empty`: a masked slot counts 0 times its value, and 0 times NaN is NaN. numpy's zeros take no memory before they
+        are written; torch writes them."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(self.dtype).view(shape)
 
     def move(self, row_N: Tensor, from_slot_N: Tensor, to_slot_N: Tensor) -> None:
         """Copy K and V from one slot to another of the same row, all at once: a slot may be both read and written.
@@ -167,6 +175,7 @@ class ForwardBatch:
         self.cache = cache
         self.first_row = first_row
         self.num_rows = len(start_B)
+        self.length_B = length_B
         self.max_length = int(length_B.max())  # M
         self.visibility = visibility
         offset_M = np.arange(self.max_length)
@@ -218,6 +227,24 @@ class ForwardBatch:
         self.slot_BM = on_device.get("slot_BM")
         self.visible_BMM = on_device.get("visible_BMM")
         self.logits_at_N = None if self.has_all_logits else on_device["logits_at_N"]
+
+    def forward_slots(self, sliding_window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Of a forward that is not causal, on the CPU: the slots of the forward's own tokens that each token sees, in order.
+
+        Returns where each token's slots begin, [N + 1], and the slots of all, end to end.
+        """
+        assert self.slot_BM is not None
+        slot_BM = self.slot_BM.numpy()
+        position_BM = self.position_BM.numpy()
+        is_token_BM = np.arange(self.max_length) < self.length_B[:, None]
+        sees_BMM = is_token_BM[:, :, None] & is_token_BM[:, None]
+        if self.visible_BMM is not None:
+            sees_BMM &= self.visible_BMM.numpy().astype(bool)
+        if sliding_window is not None:
+            sees_BMM &= position_BM[:, None] > position_BM[:, :, None] - sliding_window
+        count_N = sees_BMM.sum(-1)[is_token_BM]
+        row_X, _, place_X = np.nonzero(sees_BMM)
+        return np.concatenate([[0], np.cumsum(count_N)]), slot_BM[row_X, place_X]
 
     def visible_BMS(self, sliding_window: int | None) -> Tensor:
         """Whether each token sees each slot of its row.

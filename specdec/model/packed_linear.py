@@ -1,31 +1,145 @@
-"""Linear layers on a CPU: weights packed once, and rows whose bits do not depend on the batch.
+"""Linear layers on a CPU: weights in panels in one region of memory, and rows whose bits do not depend on the batch.
 
-torch's plain CPU path passes a weight to the BLAS in its usual layout, which rearranges it in every call; few rows then cost
-twice what the memory bandwidth allows, and a row's last bits depend on the number of rows. oneDNN takes weights that were
-rearranged once, as `torch.compile` does when it freezes them. That halves a decoding step and flattens the cost of verifying a
-draft, and its sums run in the same order for every number of rows, so a request's numbers are the same bits alone and in any
-batch, with a draft and without (measured in LOG.md, 2026-11-29).
+A decoding step at batch 1 is little but the time to read the weights. torch's plain CPU path passes them to a BLAS that
+rearranges them in every call, reads them slowly where rows are few, and sums in an order that depends on the number of rows.
+`kernels.product` reads them from front to back in one order of summation, so a request's numbers are the same bits alone and
+in any batch, with a draft and without.
 
-AMX is the exception: with it, oneDNN sums in an order that depends on the number of rows, so it is off where this module is
-imported before oneDNN is first used. ONEDNN_MAX_CPU_ISA=ALL in the environment turns it on again.
+bfloat16 has instructions of its own on some CPUs, which oneDNN uses; there `OneDnnLinear` holds the weights. Its sums run in
+the same order for every number of rows too, but with AMX, which is off where this module is imported before oneDNN is first
+used. ONEDNN_MAX_CPU_ISA=ALL in the environment turns it on again.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache, cached_property
+from typing import Any
 
+import llvmlite.binding
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec.model import kernels
+from specdec.model.arena import Arena, padded
+
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 ROWS_HINT = 8  # the number of rows that oneDNN optimises the layout for; it works for every other number
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b for inference, with W in oneDNN's own layout. Any leading dimensions, float32 or bfloat16."""
+    """y = x W^T + b for inference. Any leading dimensions; sums are float32, and so is the bias.
+
+    panels: [panels, in, 16] weights, float32 or bfloat16; the last panel may be filled up with zeros.
+    bias: [16 panels].
+    """
+
+    def __init__(self, panels: Tensor, bias: Tensor, out_features: int):
+        super().__init__()
+        self.panels = panels
+        self.bias_of_panels = bias
+        self.in_features = panels.shape[1]
+        self.out_features = out_features
+        self.dtype = panels.dtype
+
+    @classmethod
+    def of(cls, linear: nn.Linear, arena: Arena) -> PackedLinear:
+        """The same layer, with its weights in an arena."""
+        num_rows = linear.out_features
+        panels = arena.take((num_panels(num_rows), linear.in_features, kernels.LANES), linear.weight.dtype)
+        bias = torch.zeros(len(panels) * kernels.LANES)
+        num_full = num_rows // kernels.LANES
+        weight = linear.weight.detach()
+        panels[:num_full] = weight[: num_full * kernels.LANES].view(num_full, kernels.LANES, linear.in_features).transpose(1, 2)
+        if num_full < len(panels):
+            panels[num_full, :, : num_rows - num_full * kernels.LANES] = weight[num_full * kernels.LANES :].t()
+        if linear.bias is not None:
+            bias[:num_rows] = linear.bias.detach()
+        return cls(panels, bias, num_rows)
+
+    @classmethod
+    def joined(cls, layers: Sequence[Any]) -> PackedLinear | None:
+        """One layer with the outputs of several, whose weights lie one behind the other; None if they do not."""
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            if type(layer) is not PackedLinear:
+                return None
+            if following is not None and (
+                type(following) is not PackedLinear
+                or layer.out_features % kernels.LANES
+                or layer.panels.shape[1] != following.panels.shape[1]
+                or layer.panels.data_ptr() + layer.panels.nbytes != following.panels.data_ptr()
+            ):
+                return None
+        first = layers[0].panels
+        size = (sum(len(layer.panels) for layer in layers), *first.shape[1:])
+        bias = torch.cat([layer.bias_of_panels for layer in layers])
+        return cls(first.as_strided(size, first.stride()), bias, sum(layer.out_features for layer in layers))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out] as in nn.Linear."""
+        return self.bias_of_panels[: self.out_features].to(self.dtype) if self.bias_of_panels.any() else None
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[out, in] as in nn.Linear, for models that multiply by it themselves (routers of mixtures). Made when first read."""
+        return self.dense()
+
+    def dense(self) -> Tensor:
+        """[out, in] a copy of the weight as nn.Linear has it."""
+        return self.panels.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+    def rows(self, index: Tensor) -> Tensor:
+        """[*index, in] rows of the weight."""
+        return self.panels[index // kernels.LANES, :, index % kernels.LANES]
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_rows = x.numel() // self.in_features
+        x_MI = x.reshape(num_rows, self.in_features).float().contiguous()
+        y_MO = x_MI.new_empty(num_rows, len(self.bias_of_panels))
+        product: Any = kernels.product_by_threads if kernels.use_threads() else kernels.product
+        if num_rows:
+            product(
+                x_MI.data_ptr(),
+                self.panels.data_ptr(),
+                self.bias_of_panels.data_ptr(),
+                y_MO.data_ptr(),
+                num_rows,
+                self.in_features,
+                len(self.panels),
+                self.dtype.itemsize,
+            )
+        return y_MO[:, : self.out_features].to(self.dtype).view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
+
+
+class PackedEmbedding(nn.Module):
+    """The rows of a tied output layer, so that they are not held twice. scale: factor of the rows (Gemma)."""
+
+    def __init__(self, head: PackedLinear, scale: Tensor | float | None):
+        super().__init__()
+        self.head = (head,)  # a tuple, so that the layer is registered once, where the model has it
+        self.scale = scale
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head[0].weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = self.head[0].rows(token_ids)
+        if self.scale is None:
+            return rows
+        return rows * (self.scale.to(rows.dtype) if isinstance(self.scale, Tensor) else self.scale)
+
+
+class OneDnnLinear(nn.Module):
+    """y = x W^T + b for inference, with W in oneDNN's own layout. Any leading dimensions, bfloat16."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -40,14 +154,19 @@ class PackedLinear(nn.Module):
     @cached_property
     def weight(self) -> Tensor:
         """[out, in] as in nn.Linear, for models that multiply by it themselves (routers of mixtures). Made when first read."""
-        return self.packed.to_dense()
+        return self.dense()
+
+    def dense(self) -> Tensor:
+        """[out, in] a copy of the weight as nn.Linear has it."""
+        dense: Tensor = self.packed.to_dense()
+        return dense
 
     def forward(self, x: Tensor) -> Tensor:
         num_rows = x.numel() // self.in_features
         if num_rows >= self.min_rows:
             return _linear(x, self.packed, self.bias)
-        padded = F.pad(x.reshape(num_rows, self.in_features), (0, 0, 0, self.min_rows - num_rows))
-        return _linear(padded, self.packed, self.bias)[:num_rows].view(*x.shape[:-1], self.out_features)
+        padded_rows = F.pad(x.reshape(num_rows, self.in_features), (0, 0, 0, self.min_rows - num_rows))
+        return _linear(padded_rows, self.packed, self.bias)[:num_rows].view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, min_rows={self.min_rows}"
@@ -77,19 +196,59 @@ def min_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
     return 1  # no number of rows has that order: take the fastest
 
 
+Packed = PackedLinear | OneDnnLinear
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has packed linear layers for a dtype and a device."""
-    supported = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if dtype == torch.bfloat16:
-        supported = supported and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return device.type == "cpu" and supported and dtype in (torch.float32, torch.bfloat16)
+    """Whether there are packed linear layers for a dtype and a device."""
+    return device.type == "cpu" and dtype in DTYPES
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 by instructions of its own, and oneDNN is there to use them."""
+    is_there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return is_there and bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def num_panels(num_rows: int) -> int:
+    return -(-num_rows // kernels.LANES)
 
 
 @torch.no_grad()
 def pack(module: nn.Module) -> None:
-    """Replace every nn.Linear inside by a PackedLinear. The plain weights are released unless something else holds them."""
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child))
-        else:
-            pack(child)
+    """Replace every nn.Linear inside by a packed one, and an embedding that is tied to one by its rows. The plain weights are
+    released as they are packed, unless something else holds them."""
+    layers = {id(child): child for child in module.modules() if type(child) is nn.Linear}
+    in_panels = {key for key, layer in layers.items() if layer.weight.dtype != torch.bfloat16 or not has_bfloat16_products()}
+    arena = Arena(sum(padded(panel_bytes(layers[key])) for key in in_panels))
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each layer, where the model has it
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if id(child) in layers:
+                places.setdefault(id(child), []).append((parent, name))
+    for key in list(layers):
+        layer = layers.pop(key)
+        packed = PackedLinear.of(layer, arena) if key in in_panels else OneDnnLinear(layer)
+        if isinstance(packed, PackedLinear):
+            _share_with_embedding(module, layer.weight, packed)
+        for parent, name in places[key]:
+            setattr(parent, name, packed)
+    for parameter in module.parameters():  # small ones, each of which may hold the file that it was read from in memory
+        parameter.data = parameter.data.clone()
+
+
+def panel_bytes(linear: nn.Linear) -> int:
+    """What a layer takes in an arena."""
+    return num_panels(linear.out_features) * kernels.LANES * linear.in_features * linear.weight.element_size()
+
+
+def _share_with_embedding(module: nn.Module, weight: Tensor, head: PackedLinear) -> None:
+    """Let the embedding that is tied to a weight read the packed one. One that does more than to look up and scale stays."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Embedding) and child.weight is weight:
+                shared = PackedEmbedding(head, getattr(child, "embed_scale", None))
+                some = torch.arange(0, head.out_features, max(head.out_features // 8, 1))
+                if torch.equal(shared(some), child(some)):
+                    setattr(parent, name, shared)

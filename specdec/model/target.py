@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import hub
 from specdec.checked import first_line, nearest
-from specdec.model import contract, packed_linear, tensor_parallel
+from specdec.model import contract, fused, packed_linear, tensor_parallel
 from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import ATTENTION, Contract
 from specdec.model.device import Timer
@@ -118,6 +118,8 @@ class CausalLM:
                 "its batch mates"
             )
         self.contract = check_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
+        if packed_linear.can_pack(self.dtype, self.device) and self.contract.layers is not None:
+            fused.fuse(self.contract.layers)
         self.vocab_size: int = self.contract.vocab_size
         self.hidden_size: int = self.config.hidden_size
         self.num_layers: int = len(self.contract.kv_shapes)

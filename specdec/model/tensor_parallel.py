@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.model.distributed import ProcessGroup
-from specdec.model.packed_linear import PackedLinear
+from specdec.model.packed_linear import Packed
 
 # transformers' names: columns of the output in parts, the same and gathered again; columns of the input in parts, where the
 # input comes in parts or complete
@@ -118,7 +118,7 @@ def full_weight(layer: Any) -> Tensor:
     """[out, in] of a linear layer, packed or not. If its parts must be gathered, all processes call this."""
     if isinstance(layer, ColumnParallelLinear):
         return layer.processes.join_rows(full_weight(layer.part))[: layer.out_features]
-    weight: Tensor = layer.packed.to_dense() if isinstance(layer, PackedLinear) else layer.weight
+    weight: Tensor = layer.dense() if isinstance(layer, Packed) else layer.weight
     return weight
 
 

@@ -192,7 +192,8 @@ def test_states_and_probs_are_those_of_transformers(architecture: str) -> None:
             out = reference(torch.from_numpy(sample.token_n)[None], output_hidden_states=True)
         want = torch.stack([state[0] for state in [*out.hidden_states[:-1], pre_norm[-1]]], 1)
         batch = source.compute(sample)
-        torch.testing.assert_close(batch.hidden_nTD, want, rtol=1e-4, atol=1e-3 if len(sample.token_n) > 100 else 1e-4)
+        # as far from float64 as transformers' own float32 is: 1.8e-4 here
+        torch.testing.assert_close(batch.hidden_nTD, want, rtol=1e-4, atol=1e-3 if len(sample.token_n) > 100 else 3e-4)
         assert batch.argmax_n is not None
         assert batch.logsumexp_n is not None
         labelled = torch.from_numpy(np.append(sample.mask_n[1:], False))

@@ -196,8 +196,7 @@ def test_states_of_a_row_that_sits_out_do_not_pile_up(monkeypatch: pytest.Monkey
     turn = proposer.components[1]
     engine = Engine(target, proposer, scheme("standard"), max_batch_size=2, prefill_chunk_size=64)
     requests = [
-        Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * limit, ignore_eos=True))
-        for i in range(2)
+        Request(str(i), text(i, 40), SamplingParams(temperature=0, max_tokens=3 * limit, ignore_eos=True)) for i in range(2)
     ]
     engine.add(*requests)
     steps = 0

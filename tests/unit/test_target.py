@@ -18,10 +18,11 @@ from specdec.core import Request
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Sample
 from specdec.engine import Engine
+from specdec.model import packed_linear
 from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import Probe
 from specdec.model.kv import SlotCache
-from specdec.model.packed_linear import PackedLinear, can_pack
+from specdec.model.packed_linear import can_pack
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training.features import OnlineFeatures
@@ -139,7 +140,9 @@ def test_packed_linear_is_a_linear_whose_rows_are_alone(shape: tuple[int, int], 
         pytest.skip("this CPU has no packed linear layers")
     torch.manual_seed(0)
     plain = torch.nn.Linear(shape[1], shape[0], bias=True, dtype=dtype).requires_grad_(False)
-    packed = PackedLinear(plain)
+    layers = torch.nn.Sequential(plain)
+    packed_linear.pack(layers)
+    packed: Any = layers[0]
     x = torch.randn(2, 40, shape[1], dtype=dtype)
     loose = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(packed(x), plain(x), **loose)

@@ -1,0 +1,258 @@
+"""Compiled kernels against their readable references, and the same bits whatever stands beside a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from specdec.model import arena, fused, kernels, packed_linear
+from specdec.model.attention import SlotAttention
+from specdec.model.kv import CAUSAL, Block, ForwardBatch, SlotCache, Tree, Visibility
+from specdec.model.packed_linear import PackedEmbedding, PackedLinear
+
+SHAPES = [(16, 7), (64, 32), (192, 576), (50, 33)]  # [out, in]; one of which does not fill its last panel
+ROWS = (1, 2, 3, 5, 6, 7, 8, 12, 13, 33)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def linear(shape: tuple[int, int], dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(sum(shape))
+    return nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype).requires_grad_(False)
+
+
+def packed(plain: nn.Linear) -> PackedLinear:
+    return PackedLinear.of(plain, arena.Arena(packed_linear.panel_bytes(plain)))
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_its_reference_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    plain = linear(shape, dtype)
+    layer = packed(plain)
+    x = torch.randn(13, shape[1]).to(dtype)
+    expected = kernels.product_reference(x.float().numpy(), plain.weight.float().numpy(), plain.bias.float().numpy())
+    for rows in ROWS:
+        assert torch.equal(layer(x[:rows]), torch.from_numpy(expected[:rows]).to(dtype)), rows
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_threads_change_no_bits(shape: tuple[int, int], two_threads: None) -> None:
+    layer = packed(linear(shape))
+    x = torch.randn(9, shape[1])
+    together = layer(x)
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), together)
+
+
+def test_a_packed_layer_has_what_a_plain_one_has() -> None:
+    plain = linear((50, 33))
+    layer = packed(plain)
+    assert torch.equal(layer.weight, plain.weight)
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, plain.bias)
+    assert packed(linear((50, 33), bias=False)).bias is None
+    assert layer(torch.zeros(0, 33)).shape == (0, 50)
+    assert layer(torch.zeros(2, 3, 33)).shape == (2, 3, 50)
+
+
+def test_layers_that_lie_together_are_one_product() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear((32, 24))
+            self.b = linear((16, 24))
+            self.c = linear((16, 24))
+
+    parts: Any = Parts()
+    x = torch.randn(5, 24)
+    expected = torch.cat([parts.a(x), parts.b(x)], -1)
+    packed_linear.pack(parts)
+    joined = PackedLinear.joined((parts.a, parts.b))
+    assert joined is not None
+    torch.testing.assert_close(joined(x), expected)
+    assert torch.equal(joined(x), torch.cat([parts.a(x), parts.b(x)], -1))
+    assert joined.panels.data_ptr() == parts.a.panels.data_ptr(), "a view"
+    assert PackedLinear.joined((parts.a, parts.c)) is None, "b lies between them"
+    assert PackedLinear.joined((parts.b, parts.a)) is None
+    assert PackedLinear.joined((parts.a, linear((16, 24)))) is None
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_tied_embedding_is_not_held_twice(scaled: bool) -> None:
+    class Scaled(nn.Embedding):
+        embed_scale = torch.tensor(8.0)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids) * self.embed_scale
+
+    class Odd(nn.Embedding):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids) + 1
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = (Scaled if scaled else nn.Embedding)(50, 24)
+            self.odd = Odd(50, 24)
+            self.head = linear((50, 24), bias=False)
+            self.embed.weight = self.head.weight
+            self.odd.weight = self.head.weight
+
+    model: Any = Tied()
+    ids = torch.tensor([[0, 49, 17]])
+    expected = model.embed(ids)
+    packed_linear.pack(model)
+    assert type(model.embed) is PackedEmbedding
+    assert torch.equal(model.embed(ids), expected)
+    assert type(model.odd) is Odd, "it does more than look up and scale"
+
+
+def test_an_arena_hands_out_what_it_has() -> None:
+    region = arena.Arena(arena.padded(4 * 10) + arena.padded(2 * 3))
+    a = region.take((2, 5), torch.float32)
+    b = region.take((3,), torch.bfloat16)
+    assert a.data_ptr() % arena.ALIGNMENT == b.data_ptr() % arena.ALIGNMENT == 0
+    a.fill_(1)
+    assert b.float().tolist() == [0, 0, 0]
+    with pytest.raises(AssertionError, match="full"):
+        region.take((1,), torch.float32)
+
+
+def test_a_system_without_huge_pages_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(arena, "SYSTEM_SETTING", tmp_path / "none")
+    assert not arena.has_huge_pages()
+    (tmp_path / "none").write_text("always madvise [never]")
+    assert not arena.has_huge_pages()
+    assert arena.Arena(100).take((25,), torch.float32).sum() == 0
+
+
+# ---------------------------------------------------------------- attention
+
+START = np.array([3, 70, 0, 140])
+COUNT = np.array([4, 1, 0, 6])
+TREES = np.full((4, 6), -1)
+TREES[0, :4] = [-1, 0, 0, 2]
+TREES[3] = [-1, 0, 1, 0, -1, 4]
+
+
+def attention(visibility: Visibility, heads: tuple[int, int, int, int]) -> tuple[SlotAttention, Tensor]:
+    """A forward over a filled cache, and its queries. heads: query heads, KV heads, width of keys, of values."""
+    num_heads, kv_heads, key_width, value_width = heads
+    torch.manual_seed(3)
+    cache = SlotCache([(kv_heads, key_width, value_width)], torch.float32, torch.device("cpu"))
+    cache.reserve(4, 256)
+    cache.key_RHSD[0].normal_()
+    cache.value_RHSD[0].normal_()
+    batch = ForwardBatch(cache, 0, START, COUNT, visibility)
+    return SlotAttention(batch), torch.randn(batch.num_tokens, num_heads, key_width)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("visibility", [CAUSAL, Tree(TREES), Block()], ids=["causal", "tree", "block"])
+@pytest.mark.parametrize("heads", [(4, 2, 16, 16), (3, 1, 48, 32), (2, 2, 96, 128)], ids=str)
+def test_attention_is_that_of_torch(
+    heads: tuple[int, int, int, int], visibility: Visibility, window: int | None, softcap: float | None
+) -> None:
+    """Whose own mask is that of the batch."""
+    kernel, query_NHW = attention(visibility, heads)
+    assert kernel.by_kernel
+    plain, _ = attention(visibility, heads)
+    plain.by_kernel = False
+    torch.testing.assert_close(
+        kernel.attend(0, query_NHW, None, window, softcap),
+        plain.attend(0, query_NHW, None, window, softcap),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_threads_change_no_bits_of_attention(two_threads: None) -> None:
+    kernel, query_NHW = attention(CAUSAL, (4, 2, 32, 32))
+    together = kernel.attend(0, query_NHW)
+    torch.set_num_threads(1)
+    assert torch.equal(kernel.attend(0, query_NHW), together)
+
+
+def test_queries_may_be_a_part_of_something_wider() -> None:
+    kernel, query_NHW = attention(CAUSAL, (4, 2, 32, 32))
+    wide_NHW = torch.randn(len(query_NHW), 9, 32)
+    wide_NHW[:, 2:6] = query_NHW
+    assert torch.equal(kernel.attend(0, wide_NHW[:, 2:6]), kernel.attend(0, query_NHW))
+
+
+def test_an_exponential() -> None:
+    x = -np.concatenate([np.linspace(0, 90, 2001), [1e4, np.inf]]).astype(np.float32)
+    y = np.array([kernels._exp(value) for value in x])
+    np.testing.assert_allclose(y[x > -87], np.exp(x[x > -87].astype(np.float64)), rtol=3e-7)
+    assert (y[x <= -87] < 1e-37).all()
+    assert np.isnan(kernels._exp(np.float32(np.nan)))
+
+
+# ---------------------------------------------------------------- fused layers
+
+
+def test_a_rotation_is_that_of_transformers() -> None:
+    heads_NHW = torch.randn(5, 3, 24)
+    angle = torch.randn(5, 12).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    expected = apply_rotary_pos_emb(heads_NHW, heads_NHW, cos, sin, unsqueeze_dim=1)[0]
+    wide = torch.cat([heads_NHW, torch.ones(5, 3, 8)], 2)  # the last 8 numbers of a head are not turned
+    wide = torch.cat([wide, torch.ones(5, 2, 32)], 1)
+    kernels.rotate(wide.data_ptr(), cos.data_ptr(), sin.data_ptr(), 5, 3, 32, 24, wide.stride(0))
+    torch.testing.assert_close(wide[:, :3, :24], expected, rtol=1e-6, atol=1e-6)
+    assert (wide[:, :3, 24:] == 1).all()
+    assert (wide[:, 3:] == 1).all()
+
+
+def test_a_norm_is_that_of_transformers() -> None:
+    plain = LlamaRMSNorm(40, 1e-5).requires_grad_(False)
+    plain.weight.normal_()
+    norm = fused.fused_norm(plain)
+    assert norm is not None
+    x = 30 * torch.randn(2, 7, 40)
+    torch.testing.assert_close(norm(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(norm(x)[0, 3], norm(x[0, 3])), "a row has the same bits alone"
+    assert fused.fused_norm(LlamaRMSNorm(40, 1e-5).bfloat16()) is None
+    assert fused.fused_norm(nn.LayerNorm(40)) is None
+
+
+def test_a_gated_layer_is_that_of_transformers_or_stays() -> None:
+    from transformers import LlamaConfig
+
+    class Other(LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 1.01
+
+    for kind in (LlamaMLP, Other):
+        torch.manual_seed(0)
+        root: Any = nn.ModuleDict({"mlp": kind(LlamaConfig(hidden_size=32, intermediate_size=48))}).requires_grad_(False)
+        x = torch.randn(1, 4, 32)
+        expected = root["mlp"](x)
+        packed_linear.pack(root)
+        fused.fuse(root)
+        assert (type(root["mlp"]) is fused.FusedMLP) == (kind is LlamaMLP)
+        torch.testing.assert_close(root["mlp"](x), expected)
+
+
+def test_silu_gives_a_row_the_same_bits_alone() -> None:
+    """Which torch computes, here over a part of each row."""
+    wide = torch.randn(7, 96)
+    assert torch.equal(F.silu(wide[:, :48])[3], F.silu(wide[3:4, :48])[0])
