@@ -28,9 +28,11 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        width = len(self.weight)
+        assert x.dtype == torch.float32
+        assert x.shape[-1] == width
         x = x.contiguous()
         y = torch.empty_like(x)
-        width = x.shape[-1]
         kernels.rms_norm(x.data_ptr(), self.weight.data_ptr(), y.data_ptr(), x.numel() // width, width, self.eps)
         return y
 
@@ -76,7 +78,7 @@ class FusedAttention(nn.Module):
         **more: Any,
     ) -> tuple[Tensor, None]:
         assert attention is not None
-        cos, sin = (x.contiguous() for x in position_embeddings)
+        cos, sin = (x.float().contiguous() for x in position_embeddings)
         if cos.shape[-1] != self.rotary_width:
             return self.plain[0](hidden_states, position_embeddings, attention_mask, attention=attention, **more)
         about = self.recorded
@@ -142,7 +144,7 @@ class RecordedAttention:
 @torch.no_grad()
 def fuse(root: nn.Module) -> None:
     """Replace norms, gated layers and attention layers inside, for inference."""
-    for parent in list(root.modules()):
+    for parent in reversed(list(root.modules())):  # norms inside of an attention layer before the layer
         for name, child in list(parent.named_children()):
             fused = fused_norm(child) or fused_mlp(child) or fused_attention(child)
             if fused is not None:

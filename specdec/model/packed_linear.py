@@ -98,6 +98,7 @@ class PackedLinear(nn.Module):
         return self.panels[index // kernels.LANES, :, index % kernels.LANES]
 
     def forward(self, x: Tensor) -> Tensor:
+        assert not (x.requires_grad and torch.is_grad_enabled()), "a packed layer is for inference"
         num_rows = x.numel() // self.in_features
         x_MI = x.reshape(num_rows, self.in_features).float().contiguous()
         y_MO = x_MI.new_empty(num_rows, len(self.bias_of_panels))
