@@ -121,7 +121,8 @@ def notes(engine: Engine, summary: dict[str, Any]) -> list[str]:
         lines.append("note: these drafts are deterministic, for which block verification equals standard; nothing is gained")
     if overall["num_draft_tokens"] and not overall["num_accepted_tokens"]:
         drafted = f"none of {overall['num_draft_tokens']} drafted tokens was accepted"
-        lines.append(f"note: {drafted}; was the drafter trained for this target?")
+        hint = "" if engine.proposer.facts.train_script is None else "; was the drafter trained for this target?"
+        lines.append(f"note: {drafted}{hint}")
     if coverage := summary.get("vocabulary"):
         lines.append(
             f"vocabulary: {coverage['share_of_emitted']:.2%} of the {coverage['num_emitted']} tokens that were emitted can be "

@@ -61,16 +61,19 @@ def _tile(
     x_stride: Any,
     y_stride: Any,
     weight_size: Any,
+    ahead: Any,
+    ahead_step: Any,
 ) -> Any:
     """The product of 1 to MAX_TILE rows of x with one panel, all sums in registers.
 
     x, panel, bias, y: addresses; of float32, but the panel is bfloat16 if weight_size is 2.
     length: I.
     x_stride, y_stride: bytes from row to row.
+    ahead, ahead_step: meanwhile memory is asked for at this address, and so many 256ths of a byte further on for every column.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, panel, bias, y, num_rows, length, x_stride, y_stride, weight_size = args
+        x, panel, bias, y, num_rows, length, x_stride, y_stride, weight_size, ahead, ahead_step = args
         start = _load(builder, bias)
 
         def emit(choice: int) -> None:
@@ -81,6 +84,7 @@ def _tile(
             ]
 
             def link(i: Any, totals: list[Any]) -> list[Any]:
+                _prefetch(builder, builder.add(ahead, builder.lshr(builder.mul(i, ahead_step), ir.Constant(_INT, 8))))
                 weights = _load_weights(builder, panel, i, is_bfloat16=size == 2)
                 numbers = [_broadcast(builder, builder.load(builder.gep(x, [i]), align=4)) for x in xs]
                 return [builder.call(_fma(builder), [n, weights, total]) for n, total in zip(numbers, totals, strict=True)]
@@ -93,7 +97,17 @@ def _tile(
         _choose(builder, choice, [8 * count + size for size in (4, 2) for count in range(1, MAX_TILE + 1)], emit)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), generate
+    return types.void(*[types.int64] * 11), generate
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for the line of memory at an address, to be near when it is read."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _LANE, _LANE, _LANE])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    builder.call(
+        prefetch, [pointer, ir.Constant(_LANE, 0), ir.Constant(_LANE, 2), ir.Constant(_LANE, 1)]
+    )  # read; second level; data
 
 
 def _load_weights(builder: Any, panel: Any, i: Any, is_bfloat16: bool) -> Any:
@@ -116,12 +130,21 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
+    """Meanwhile each tile asks for its share of the next panel, so that memory is not idle while the sums are computed. One row
+    needs no such help."""
     num_tiles = (num_rows + MAX_TILE - 1) // MAX_TILE
     rows_of_tile = (num_rows + num_tiles - 1) // num_tiles  # 8 rows are 4 and 4, not 6 and 2
     x_stride = 4 * length
-    for m in range(0, num_rows, rows_of_tile):
+    panel_size = LANES * length * weight_size
+    share = panel_size // num_tiles if num_rows > 1 else 0
+    for t in range(num_tiles):
+        m = t * rows_of_tile
         count = min(rows_of_tile, num_rows - m)
-        _tile(x + m * x_stride, panel, bias, y + m * y_stride, count, length, x_stride, y_stride, weight_size)
+        if count > 0:
+            _tile(
+                x + m * x_stride, panel, bias, y + m * y_stride, count, length, x_stride, y_stride, weight_size,
+                panel + (panel_size if share else 0) + t * share, 256 * share // length,
+            )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
