@@ -24,7 +24,7 @@ Shape suffixes used in every file:
     K  draft tokens                   J  verified positions, K + 1
     M  tokens of a row in one forward N  tokens of one forward, all rows laid end to end
     V  vocabulary                     D  width of a hidden state
-    T  layers that are read                 R  rows of a cache
+    T  layers that are read           R  rows of a cache
     S  slots of a row                 F  features: numbers of confidence
     H  query heads                    G  key heads, which groups of query heads share
     W  width of a head

@@ -224,15 +224,19 @@ def pack(module: nn.Module) -> None:
     in_panels = {key for key, layer in layers.items() if layer.weight.dtype != torch.bfloat16 or not has_bfloat16_products()}
     arena = Arena(sum(padded(panel_bytes(layers[key])) for key in in_panels))
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each layer, where the model has it
+    embeddings: dict[int, list[tuple[nn.Module, str]]] = {}  # by their weights
     for parent in module.modules():
         for name, child in parent.named_children():
             if id(child) in layers:
                 places.setdefault(id(child), []).append((parent, name))
+            elif isinstance(child, nn.Embedding):
+                embeddings.setdefault(id(child.weight), []).append((parent, name))
     for key in list(layers):
         layer = layers.pop(key)
         packed = PackedLinear.of(layer, arena) if key in in_panels else OneDnnLinear(layer)
         if isinstance(packed, PackedLinear):
-            _share_with_embedding(module, layer.weight, packed)
+            for parent, name in embeddings.get(id(layer.weight), []):
+                _share_with_embedding(parent, name, packed)
         for parent, name in places[key]:
             setattr(parent, name, packed)
     for parameter in module.parameters():  # small ones, each of which may hold the file that it was read from in memory
@@ -244,12 +248,10 @@ def panel_bytes(linear: nn.Linear) -> int:
     return num_panels(linear.out_features) * kernels.LANES * linear.in_features * linear.weight.element_size()
 
 
-def _share_with_embedding(module: nn.Module, weight: Tensor, head: PackedLinear) -> None:
-    """Let the embedding that is tied to a weight read the packed one. One that does more than to look up and scale stays."""
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Embedding) and child.weight is weight:
-                shared = PackedEmbedding(head, getattr(child, "embed_scale", None))
-                some = torch.arange(0, head.out_features, max(head.out_features // 8, 1))
-                if torch.equal(shared(some), child(some)):
-                    setattr(parent, name, shared)
+def _share_with_embedding(parent: nn.Module, name: str, head: PackedLinear) -> None:
+    """Let an embedding that is tied to a layer read the packed one. One that does more than to look up and scale stays."""
+    plain: Any = getattr(parent, name)
+    shared = PackedEmbedding(head, getattr(plain, "embed_scale", None))
+    some = torch.arange(0, head.out_features, max(head.out_features // 8, 1))
+    if torch.equal(shared(some), plain(some)):
+        setattr(parent, name, shared)

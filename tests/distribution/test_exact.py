@@ -108,7 +108,7 @@ def sampled(method: str, scheme: str, **more: Any) -> dict[str, list[int]]:
     target = loaded(hub.DEFAULT)
     engine = Engine(target, *build(method, target, rejection_sample_method=scheme, **more), max_batch_size=3)
     requests = [
-        Request(str(i), ids, SamplingParams(temperature=0.8, max_tokens=16), seed=i)
+        Request(str(i), ids, SamplingParams(temperature=0.8, max_tokens=24), seed=i)
         for i, ids in enumerate(smollm2_prompts(target))
     ]
     return {request.id: request.output_token_ids for request in engine.run(requests)}
