@@ -30,7 +30,7 @@ def run(cfg: Extract) -> None:
 
     if not cfg.dry_run:
         cfg.start()
-    target = cfg.model.load("bfloat16")
+    target = cfg.model.load(fastest=True)
     loaded = cfg.data.load(target)
     for note in loaded.notes:
         console.show(f"note: {note}")

@@ -20,7 +20,7 @@ from specdec.config import CONF, read, save
 from specdec.measure import records, tasks
 from specdec.measure.logger import Logger
 from specdec.model.distributed import SINGLE, ProcessGroup
-from specdec.model.target import CausalLM
+from specdec.model.target import CausalLM, choose_device, fastest_dtype
 from specdec.params import SamplingParams
 from specdec.speculative_config import POLICY_KEYS, SpeculativeConfig, SpeculativePlan
 from specdec.training.data import Loaded, load_for
@@ -82,9 +82,10 @@ class Model(Checked):
             raise ValueError(f"model.size={size}: {self.name} has no such size; {nearest(size, map(str, self.sizes))}")
         return self.sizes[size]
 
-    def load(self, dtype: str | None = None, processes: ProcessGroup = SINGLE) -> CausalLM:
-        """The target, with its weights. dtype: if the group names none."""
-        return CausalLM(self.source, self.dtype or dtype, self.device, self.revision, processes)
+    def load(self, processes: ProcessGroup = SINGLE, fastest: bool = False) -> CausalLM:
+        """The target, with its weights. fastest: in `fastest_dtype`, if the group names no dtype."""
+        dtype = fastest_dtype(choose_device(self.device)) if self.dtype is None and fastest else self.dtype
+        return CausalLM(self.source, dtype, self.device, self.revision, processes)
 
     def arguments(self) -> str:
         """The choice as words of a command line, where it is not the default, each with a space behind it. Raises ValueError if

@@ -47,7 +47,7 @@ def run(cfg: pages.Prepare) -> None:
         openings = read_openings(Path(cfg.synthesize.openings or OPENINGS))
     torch.set_num_threads(cfg.num_threads or 1)
 
-    target = cfg.model.load()
+    target = cfg.model.load(fastest=True)
     max_model_len = min(cfg.max_model_len, target.max_model_len)
     proposer = method.build(method.PLAIN, target)
     engine = Engine(target, proposer, rejection.build("standard"), cfg.max_batch_size, max_model_len)

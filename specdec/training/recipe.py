@@ -28,7 +28,7 @@ from specdec.drafter.trainable import TrainableDrafter
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
-from specdec.model.target import CausalLM, choose_device
+from specdec.model.target import CausalLM, choose_device, fastest_dtype
 from specdec.training import features, loop
 from specdec.training.data import Loaded
 from specdec.training.evaluate import acceptance, prompts_of
@@ -94,7 +94,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
 
     processes, device = start_processes(cfg)
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
-    target = CausalLM(cfg.model.source, cfg.model.dtype or "bfloat16", str(device), cfg.model.revision)
+    target = CausalLM(cfg.model.source, cfg.model.dtype or fastest_dtype(device), str(device), cfg.model.revision)
     data = load_data(cfg, target, processes.is_main_process)
     samples, held_out = split_validation(data.samples, cfg.data.held_out)
     checkpoint = new_drafter(recipe, target, cfg, samples, held_out)

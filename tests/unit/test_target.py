@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, masking_utils
 
-from specdec import hub, method, rejection
+from specdec import config, hub, method, rejection
 from specdec.checkpoint import causal_lm
+from specdec.config import pages
 from specdec.core import Request
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Sample
@@ -23,7 +24,7 @@ from specdec.model.attention import UnsupportedModel
 from specdec.model.contract import Probe
 from specdec.model.kv import SlotCache
 from specdec.model.packed_linear import can_pack
-from specdec.model.target import CausalLM
+from specdec.model.target import CausalLM, fastest_dtype
 from specdec.params import SamplingParams
 from specdec.training.features import OnlineFeatures
 from support.architectures import CASES, LONGROPE, NO_WIDTH, Case, generated, make, prompts
@@ -34,6 +35,18 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=hub.TINY)
 def model(request: pytest.FixtureRequest) -> CausalLM:
     return CausalLM(f"tiny-{request.param}", "float32", "cpu")
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_hidden_states_are_computed_in_the_dtype_that_is_faster_here(
+    has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "has_bfloat16_products", lambda: has_instructions)
+    assert fastest_dtype(torch.device("cuda")) == torch.bfloat16
+    assert fastest_dtype(CPU) == (torch.bfloat16 if has_instructions else torch.float32)
+    model = pages.Model(**config.read(config.CONF / "model" / "llama.yaml") | {"path": "tiny-llama", "device": "cpu"})
+    assert model.load(fastest=True).dtype == fastest_dtype(CPU)
+    assert model.load().dtype == torch.float32
 
 
 def tokens_of(count: int, seed: int = 0) -> np.ndarray:
