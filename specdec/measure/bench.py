@@ -19,6 +19,7 @@ import torch
 from specdec import hub, method, rejection
 from specdec.core import Request
 from specdec.engine import Engine
+from specdec.model.arena import Arena
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 
@@ -96,6 +97,30 @@ def compare(contenders: dict[str, Decode], pairs: Sequence[tuple[str, str]], pro
         }
         for ours, peer in pairs
     ]
+
+
+class MemoryRead:
+    """A plain sum over so many bytes, by torch's threads: the least time in which weights of that size are read here, now."""
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self.numbers = Arena(num_bytes).take((num_bytes // 4,), torch.float32)
+        self.numbers.fill_(1)  # pages that were never written are all the same one
+
+    def seconds(self) -> float:
+        """Of one sum."""
+        begin = time.perf_counter()
+        self.numbers.sum()
+        return time.perf_counter() - begin
+
+
+def weight_bytes(target: CausalLM) -> int:
+    """Bytes of all weights that a plain step multiplies by: but for input embeddings that are not the output layer's, and
+    experts that are not chosen, which count here."""
+    num_weights = target.num_parameters
+    if not target.config.tie_word_embeddings:
+        num_weights -= target.vocab_size * target.hidden_size
+    return num_weights * target.dtype.itemsize
 
 
 def busiest(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -24,20 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.peer_vllm_engine import ENVIRONMENT
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 1024
 K = 3
-# one CPU thread, no second process, no network, nothing reported
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 Steps = list[tuple[int, int]]  # (drafted, accepted) of every step after prefill
 
 
@@ -226,7 +220,7 @@ def vllm_run(
     """vLLM's Run, and its version. RuntimeError with the last line that it wrote."""
     spec = None if case.name == "none" else case.vllm | ({"model": str(model)} if model else {})
     query = {
-        "model": str(target), "speculative_config": spec, "prompts": prompts, "max_tokens": max_tokens,
+        "model": str(target), "dtype": "float32", "speculative_config": spec, "prompts": prompts, "max_tokens": max_tokens,
         "max_model_len": MAX_MODEL_LEN, "max_num_seqs": case.max_batch_size,
     }  # fmt: skip
     stem = out / case.name.replace(", ", "-")
@@ -234,7 +228,9 @@ def vllm_run(
     question.write_text(json.dumps(query))
     with log.open("w") as file:
         command = [python, str(Path(__file__).with_name("peer_vllm_engine.py")), str(question), str(answer)]
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, cwd=out)
+        done = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT | ONE_THREAD, cwd=out
+        )
     if done.returncode:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         raise RuntimeError(f"exit {done.returncode}: {lines[-1] if lines else 'no output'}")
