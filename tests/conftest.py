@@ -5,9 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from specdec.model import packed_linear
 from support.errors import refused
 
 torch.set_num_threads(1)
+packed_linear.turn_amx_off()  # before a test of training allows it to decoding in the same process
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.model import kernels
+from specdec.model import kernels, packed_linear
 from specdec.model.kv import ForwardBatch
 
 QUERY_BLOCK = 4
@@ -65,9 +65,9 @@ class SlotAttention:
         batch = self.batch
         for stored_RGSW, new_NGW in ((self.cache.key_RHSD[layer], key_NGW), (self.cache.value_RHSD[layer], value_NGW)):
             if batch.num_rows == 1:  # the same as below, faster
-                stored_RGSW[batch.first_row].index_copy_(1, batch.slot_N, new_NGW.transpose(0, 1))
+                stored_RGSW[batch.first_row].index_copy_(1, batch.slot_N, new_NGW.transpose(0, 1).to(stored_RGSW.dtype))
             else:
-                stored_RGSW[batch.row_N, :, batch.slot_N] = new_NGW
+                stored_RGSW[batch.row_N, :, batch.slot_N] = new_NGW.to(stored_RGSW.dtype)
 
     def attend(
         self,
@@ -77,7 +77,8 @@ class SlotAttention:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Query heads that share a KV head are folded into one matrix, so K and V are never repeated."""
+        """In the dtype of the query. Query heads that share a KV head are folded into one matrix, so K and V are never
+        repeated."""
         batch = self.batch
         if self.by_kernel and all(w % kernels.LANES == 0 and w <= kernels.MAX_WIDTH for w in self.cache.layers[layer][1:]):
             return self._attend_by_kernel(layer, query_NHW, scaling, sliding_window, softcap)
@@ -87,7 +88,7 @@ class SlotAttention:
         num_heads = query_NHW.shape[1]
         kv_heads = keys.shape[1]
         bias = self._bias_of(sliding_window, num_heads // kv_heads)
-        folded = _fold(query_NHW.transpose(0, 1), batch, kv_heads)
+        folded = _fold(query_NHW.to(keys.dtype).transpose(0, 1), batch, kv_heads)
         num_queries = folded.shape[2]
         padding = bias.shape[2] - num_queries
         if padding:
@@ -98,12 +99,12 @@ class SlotAttention:
             scores = torch.matmul(folded, keys.transpose(2, 3)).float() * (scaling or query_NHW.shape[2] ** -0.5)
             scores = torch.tanh(scores / softcap) * softcap + bias
             out = torch.matmul(scores.softmax(-1).to(values.dtype), values)
-        return _unfold(out[:, :, :num_queries] if padding else out, batch, num_heads)
+        return _unfold(out[:, :, :num_queries] if padding else out, batch, num_heads).to(query_NHW.dtype)
 
     def _is_for_kernel(self) -> bool:
         """Whether `kernels.attend` serves this forward, where a layer's heads are of widths that it takes."""
         is_prefill = self.batch.num_rows == 1 and self.batch.max_length > MAX_KERNEL_TOKENS
-        return self.cache.device.type == "cpu" and self.cache.dtype == torch.float32 and not is_prefill
+        return self.cache.device.type == "cpu" and self.cache.dtype in packed_linear.DTYPES and not is_prefill
 
     def _attend_by_kernel(
         self, layer: int, query_NHW: Tensor, scaling: float | None, sliding_window: int | None, softcap: float | None
@@ -111,30 +112,25 @@ class SlotAttention:
         keys = self.cache.key_RHSD[layer]
         values = self.cache.value_RHSD[layer]
         num_heads, width = query_NHW.shape[1:]
+        dtype = query_NHW.dtype
+        query_NHW = query_NHW.float()
         if query_NHW.stride()[1:] != (width, 1):
             query_NHW = query_NHW.contiguous()
         out_NHW = query_NHW.new_zeros(len(query_NHW), num_heads, values.shape[3])
-        rows, tokens, counts = self._rows
         attend: Any = kernels.attend_by_threads if kernels.use_threads() else kernels.attend
         attend(
             query_NHW.data_ptr(),
+            4 * query_NHW.stride(0),
             out_NHW.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
-            rows,
-            tokens,
-            counts,
-            keys.shape[1],
-            num_heads // keys.shape[1],
-            4 * query_NHW.stride(0),
-            keys.shape[2],
-            *self._seen_slots(sliding_window),
-            width,
-            values.shape[3],
+            (keys.shape[1], num_heads // keys.shape[1], keys.shape[2], width, values.shape[3], keys.itemsize),
+            self._rows,
+            self._seen_slots(sliding_window),
             np.float32(width**-0.5 if scaling is None else scaling),
             np.float32(softcap or 0),
         )
-        return out_NHW
+        return out_NHW.to(dtype)
 
     @cached_property
     def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,12 +1,15 @@
-"""Layers of transformers models with fewer and larger operations, for float32 on a CPU.
+"""Layers of transformers models with fewer and larger operations, for float32 and bfloat16 on a CPU.
 
 A module is replaced by one that computes the same from fewer parts: a root mean square norm in one operation, the gated layers
 of an MLP as one product, queries, keys and values as one product. Nothing is known of architectures: a module that has the
-parts is tried, and replaced if both give the same results on random numbers. What is not recognised stays as it is.
+parts is tried, and replaced if both give the same results on random numbers, in float32. What is not recognised stays as it
+is. In bfloat16 a layer's result is rounded once, at its end.
 """
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 
 from specdec.model import kernels
 from specdec.model.attention import Attention
-from specdec.model.packed_linear import PackedLinear
+from specdec.model.packed_linear import PackedLinear, can_pack
 
 TOLERANCE = 1e-5  # of the largest number: what rounding makes
 
@@ -29,45 +32,55 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         width = len(self.weight)
-        assert x.dtype == torch.float32
         assert x.shape[-1] == width
-        x = x.contiguous()
+        dtype = x.dtype
+        x = x.float().contiguous()
         y = torch.empty_like(x)
         kernels.rms_norm(x.data_ptr(), self.weight.data_ptr(), y.data_ptr(), x.numel() // width, width, self.eps)
-        return y
+        return y.to(dtype)
 
 
 class FusedMLP(nn.Module):
     """down(act(gate(x)) * up(x)) with gate and up as one product."""
 
-    def __init__(self, gate_up: PackedLinear, down: nn.Module, act: Any):
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear, act: Any):
         super().__init__()
-        self.gate_up = gate_up
-        self.down_proj = down
+        self.gate_up = gate_up.in_float32()
+        self.down_proj = down.in_float32()
         self.act_fn = act
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down_proj(self.act_fn(gate) * up)
+        return self.down_proj(self.act_fn(gate) * up).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What an attention layer passes to the attention interface.
+
+    width: of a head, of whose numbers the first rotary_width are rotated.
+    arguments: scaling, sliding_window and softcap.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    rotary_width: int
+    arguments: tuple[float | None, int | None, float | None]
 
 
 class FusedAttention(nn.Module):
-    """Queries, keys and values as one product, rotated in place.
+    """Queries, keys and values as one product, rotated in place."""
 
-    recorded: what the plain module passes to the attention interface beside its tensors.
-    rotary_width: numbers of a head that are rotated.
-    """
-
-    def __init__(self, plain: Any, qkv: PackedLinear, recorded: RecordedAttention, rotary_width: int):
+    def __init__(self, plain: Any, qkv: PackedLinear, heads: Heads):
         super().__init__()
         self.plain = (plain,)  # for positions of another width; in a tuple, so that it is no module of this one
-        self.rotary_width = rotary_width
-        self.qkv = qkv
-        self.o_proj = plain.o_proj
+        self.heads = heads
+        self.qkv = qkv.in_float32()
+        self.o_proj = plain.o_proj.in_float32()
         self.q_norm = getattr(plain, "q_norm", None)
         self.k_norm = getattr(plain, "k_norm", None)
         self.layer_idx = plain.layer_idx
-        self.recorded = recorded
 
     def forward(
         self,
@@ -79,22 +92,23 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         assert attention is not None
         cos, sin = (x.float().contiguous() for x in position_embeddings)
-        if cos.shape[-1] != self.rotary_width:
+        heads = self.heads
+        if cos.shape[-1] != heads.rotary_width:
             return self.plain[0](hidden_states, position_embeddings, attention_mask, attention=attention, **more)
-        about = self.recorded
-        heads_NHW = self.qkv(hidden_states[0]).view(-1, about.num_heads + 2 * about.num_kv_heads, about.width)
-        last = about.num_heads + about.num_kv_heads
+        first_key = heads.num_heads
+        first_value = heads.num_heads + heads.num_kv_heads
+        heads_NHW = self.qkv(hidden_states[0]).view(-1, first_value + heads.num_kv_heads, heads.width)
         if self.q_norm is not None and self.k_norm is not None:
-            heads_NHW[:, : about.num_heads] = self.q_norm(heads_NHW[:, : about.num_heads])
-            heads_NHW[:, about.num_heads : last] = self.k_norm(heads_NHW[:, about.num_heads : last])
+            heads_NHW[:, :first_key] = self.q_norm(heads_NHW[:, :first_key])
+            heads_NHW[:, first_key:first_value] = self.k_norm(heads_NHW[:, first_key:first_value])
         num_tokens = len(heads_NHW)
         kernels.rotate(
-            heads_NHW.data_ptr(), cos.data_ptr(), sin.data_ptr(), num_tokens, last, about.width, self.rotary_width,
+            heads_NHW.data_ptr(), cos.data_ptr(), sin.data_ptr(), num_tokens, first_value, heads.width, heads.rotary_width,
             heads_NHW.stride(0),
         )  # fmt: skip
-        attention.write_kv(self.layer_idx, heads_NHW[:, about.num_heads : last], heads_NHW[:, last:])
-        out_NHW = attention.attend(self.layer_idx, heads_NHW[:, : about.num_heads], *about.arguments)
-        return self.o_proj(out_NHW.reshape(1, num_tokens, -1)), None
+        attention.write_kv(self.layer_idx, heads_NHW[:, first_key:first_value], heads_NHW[:, first_value:])
+        out_NHW = attention.attend(self.layer_idx, heads_NHW[:, :first_key], *heads.arguments)
+        return self.o_proj(out_NHW.reshape(1, num_tokens, -1)).to(hidden_states.dtype), None
 
 
 class RecordedAttention:
@@ -125,17 +139,10 @@ class RecordedAttention:
         self.arguments = (scaling, sliding_window, softcap)
         return query_NHW.clone()
 
-    @property
-    def num_heads(self) -> int:
-        return self.tensors[2].shape[1]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.tensors[0].shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.tensors[0].shape[2]
+    def heads(self, rotary_width: int) -> Heads:
+        """Of a layer that was called once."""
+        key_NGW, _, query_NHW = self.tensors
+        return Heads(query_NHW.shape[1], key_NGW.shape[1], key_NGW.shape[2], rotary_width, self.arguments)
 
 
 # ---------------------------------------------------------------- what is replaced
@@ -157,11 +164,13 @@ def fused_norm(plain: Any) -> FusedRMSNorm | None:
         return None
     weight: Any = getattr(plain, "weight", None)
     eps = getattr(plain, "variance_epsilon", None) or getattr(plain, "eps", None)
-    if not isinstance(eps, float) or not is_float32(weight) or weight.ndim > 1:
+    if not isinstance(eps, float) or not is_packable(weight) or weight.ndim > 1:
         return None
     x = noise(2, 3, len(weight))
-    for candidate in (FusedRMSNorm(weight.detach().clone(), eps), FusedRMSNorm(weight.detach() + 1, eps)):
-        if same(candidate(x), plain(x)):
+    expected = in_float32(plain)(x)
+    weight = weight.detach().float().clone()
+    for candidate in (FusedRMSNorm(weight, eps), FusedRMSNorm(weight + 1, eps)):
+        if same(candidate(x), expected):
             return candidate
     return None
 
@@ -170,34 +179,50 @@ def fused_mlp(plain: Any) -> FusedMLP | None:
     """The layer, if it is a gated one."""
     gate, up, down, act = (getattr(plain, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
     joined = PackedLinear.joined((gate, up))
-    if joined is None or joined.dtype != torch.float32 or down is None or act is None:
+    if joined is None or type(down) is not PackedLinear or act is None:
         return None
     fused = FusedMLP(joined, down, act)
     x = noise(1, 3, joined.in_features)
-    return fused if same(fused(x), plain(x)) else None
+    return fused if same(fused(x), in_float32(plain)(x)) else None
 
 
 def fused_attention(plain: Any) -> FusedAttention | None:
     """The layer, if it does nothing but project, norm and rotate around the attention interface."""
     projections = [getattr(plain, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     joined = PackedLinear.joined(projections)
-    if joined is None or joined.dtype != torch.float32 or not hasattr(plain, "o_proj") or not hasattr(plain, "layer_idx"):
+    if joined is None or type(getattr(plain, "o_proj", None)) is not PackedLinear or not hasattr(plain, "layer_idx"):
+        return None
+    if any(type(getattr(plain, name, None)) not in (FusedRMSNorm, type(None)) for name in ("q_norm", "k_norm")):
         return None
     rotary_width = rotary_width_of(plain)
     angle = noise(1, 3, rotary_width // 2).repeat(1, 1, 2)
     inputs = {"hidden_states": noise(1, 3, joined.in_features), "position_embeddings": (angle.cos(), angle.sin())}
     far = torch.arange(3).unsqueeze(0) + 2**20  # where a layer that also scales by position shows it
     expected = RecordedAttention()
+    actual = RecordedAttention()
     try:
-        output = plain(**inputs, attention_mask=None, position_ids=far, attention=expected)[0]
-        fused = FusedAttention(plain, joined, expected, rotary_width)
-        actual = RecordedAttention()
+        output = in_float32(plain)(**inputs, attention_mask=None, position_ids=far, attention=expected)[0]
+        fused = FusedAttention(plain, joined, expected.heads(rotary_width))
         fused_output = fused(**inputs, attention=actual)[0]
     except Exception:  # whatever a module does with arguments that it does not know: it stays as it is
         return None
     is_same = actual.layers == expected.layers and actual.arguments == expected.arguments
     pairs = zip([*actual.tensors, fused_output], [*expected.tensors, output], strict=True)
     return fused if is_same and all(same(a, b) for a, b in pairs) else None
+
+
+def in_float32(module: Any) -> Any:
+    """The same module in float32, which shares the weights of its packed layers."""
+    if isinstance(module, PackedLinear):
+        return module.in_float32()
+    if not isinstance(module, nn.Module):
+        return module
+    twin: Any = copy.copy(module)
+    for kind in ("_parameters", "_buffers"):
+        tensors = getattr(module, kind).items()
+        setattr(twin, kind, {name: x if x is None or not x.is_floating_point() else x.detach().float() for name, x in tensors})
+    twin._modules = {name: in_float32(child) for name, child in module._modules.items()}
+    return twin
 
 
 def rotary_width_of(plain: Any) -> int:
@@ -212,8 +237,8 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def is_float32(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+def is_packable(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and can_pack(tensor.dtype, tensor.device)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

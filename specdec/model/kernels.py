@@ -31,8 +31,12 @@ from numba.extending import intrinsic
 
 KEY_BLOCK = 64  # slots whose keys are held near while all queries read them
 MAX_WIDTH = 256  # of keys and values that `attend` takes
-LANES = 16  # rows of W in a panel: one vector of AVX-512, two of AVX2
-MAX_TILE = 12 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 6  # rows of x whose sums fit into the registers
+HAS_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+LANES = 16  # numbers of a vector: one register of AVX-512, two of AVX2
+VECTORS = 2 if HAS_AVX512 else 1  # of a column of a panel
+PANEL = LANES * VECTORS  # rows of W in a panel
+MAX_TILE = 12 if HAS_AVX512 else 6  # rows of x whose sums fit into the registers
+BLOCK = (64 << 10) // (4 * PANEL)  # columns of a panel that stay near while many tiles read them
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(64)
@@ -54,44 +58,57 @@ def _tile(
     typing: Any,
     x: Any,
     panel: Any,
-    bias: Any,
+    start: Any,
     y: Any,
     num_rows: Any,
     length: Any,
-    x_stride: Any,
+    start_stride: Any,
     y_stride: Any,
     weight_size: Any,
     ahead: Any,
     ahead_step: Any,
 ) -> Any:
-    """The product of 1 to MAX_TILE rows of x with one panel, all sums in registers.
+    """Chains of 1 to MAX_TILE rows of x with some columns of one panel, all sums in registers.
 
-    x, panel, bias, y: addresses; of float32, but the panel is bfloat16 if weight_size is 2.
-    length: I.
-    x_stride, y_stride: bytes from row to row.
-    ahead, ahead_step: meanwhile memory is asked for at this address, and so many 256ths of a byte further on for every column.
+    x: address of float32 [length, num_rows].
+    panel: address of float32 or bfloat16 [length, PANEL].
+    start, y: addresses of float32, of what the chains start with and where they end; rows are so many bytes apart.
+    weight_size: 4 or 2, bytes of a weight.
+    ahead, ahead_step: meanwhile memory is asked for at this address, and so many bytes further on for every column.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, panel, bias, y, num_rows, length, x_stride, y_stride, weight_size, ahead, ahead_step = args
-        start = _load(builder, bias)
+        x, panel, start, y, num_rows, length, start_stride, y_stride, weight_size, ahead, ahead_step = args
+
+        def vector_at(address: Any, stride: Any, row: int, part: int) -> Any:
+            place = builder.add(address, builder.mul(stride, ir.Constant(_INT, row)))
+            pointer = builder.inttoptr(place, _VECTOR.as_pointer())
+            return builder.gep(pointer, [ir.Constant(_INT, part)])
 
         def emit(choice: int) -> None:
             count, size = divmod(choice, 8)
-            xs = [
-                builder.inttoptr(builder.add(x, builder.mul(x_stride, ir.Constant(_INT, m))), _FLOAT.as_pointer())
-                for m in range(count)
-            ]
+            places = [(row, part) for row in range(count) for part in range(VECTORS)]
+            numbers = builder.inttoptr(x, _FLOAT.as_pointer())
 
             def link(i: Any, totals: list[Any]) -> list[Any]:
-                _prefetch(builder, builder.add(ahead, builder.lshr(builder.mul(i, ahead_step), ir.Constant(_INT, 8))))
-                weights = _load_weights(builder, panel, i, is_bfloat16=size == 2)
-                numbers = [_broadcast(builder, builder.load(builder.gep(x, [i]), align=4)) for x in xs]
-                return [builder.call(_fma(builder), [n, weights, total]) for n, total in zip(numbers, totals, strict=True)]
+                for start_of_line in range(0, PANEL * size, 64):
+                    offset = builder.add(builder.mul(i, ahead_step), ir.Constant(_INT, start_of_line))
+                    _prefetch(builder, builder.add(ahead, offset))
+                first = builder.mul(i, ir.Constant(_INT, count))
+                line = builder.mul(i, ir.Constant(_INT, VECTORS))
+                parts = [builder.add(line, ir.Constant(_INT, part)) for part in range(VECTORS)]
+                weights = [_load_numbers(builder, panel, part, size, align=32) for part in parts]
+                results = []
+                for (row, part), total in zip(places, totals, strict=True):
+                    if part == 0:
+                        place = builder.gep(numbers, [builder.add(first, ir.Constant(_INT, row))])
+                        number = _broadcast(builder, builder.load(place, align=4))
+                    results.append(builder.call(_fma(builder), [number, weights[part], total]))
+                return results
 
-            for m, total in enumerate(_repeat(builder, length, [start] * count, link)):
-                address = builder.add(y, builder.mul(y_stride, ir.Constant(_INT, m)))
-                builder.store(total, builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
+            starts = [builder.load(vector_at(start, start_stride, *place), align=4) for place in places]
+            for place, total in zip(places, _repeat(builder, length, starts, link), strict=True):
+                builder.store(total, vector_at(y, y_stride, *place), align=4)
 
         choice = builder.add(builder.mul(num_rows, ir.Constant(_INT, 8)), weight_size)
         _choose(builder, choice, [8 * count + size for size in (4, 2) for count in range(1, MAX_TILE + 1)], emit)
@@ -110,13 +127,13 @@ def _prefetch(builder: Any, address: Any) -> None:
     )  # read; second level; data
 
 
-def _load_weights(builder: Any, panel: Any, i: Any, is_bfloat16: bool) -> Any:
-    """The 16 weights of column i as float32. A bfloat16 is the upper half of a float32."""
-    if not is_bfloat16:
-        return builder.load(builder.gep(builder.inttoptr(panel, _VECTOR.as_pointer()), [i]), align=64)
+def _load_numbers(builder: Any, address: Any, place: Any, size: int, align: int = 2) -> Any:
+    """Vector `place` behind an address, of float32 or, if a number's size is 2, of bfloat16, the upper half of a float32."""
+    if size == 4:
+        return builder.load(builder.gep(builder.inttoptr(address, _VECTOR.as_pointer()), [place]), align=2 * align)
     words = ir.VectorType(_LANE, LANES)
     halves = ir.VectorType(ir.IntType(16), LANES)
-    loaded = builder.load(builder.gep(builder.inttoptr(panel, halves.as_pointer()), [i]), align=32)
+    loaded = builder.load(builder.gep(builder.inttoptr(address, halves.as_pointer()), [place]), align=align)
     shifted = builder.shl(builder.zext(loaded, words), ir.Constant(words, [16] * LANES))
     return builder.bitcast(shifted, _VECTOR)
 
@@ -128,23 +145,87 @@ def _broadcast(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_LANE, LANES), [0] * LANES))
 
 
+@intrinsic
+def _pointer_to(typing: Any, address: Any, example: Any) -> Any:
+    """A pointer to numbers of the example's type."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.args[1]).as_pointer())
+
+    return types.CPointer(example)(types.int64, example), generate
+
+
+@njit(nogil=True, cache=True)
+def _floats(address, count):
+    """The float32 numbers at an address, as an array."""
+    return carray(_pointer_to(address, np.float32(0)), count)
+
+
+@njit(nogil=True, cache=True)
+def _keep(array):
+    """Keeps an array up to this line: numba frees it after the last one that names it, and an address does not count."""
+
+
+@njit(nogil=True, cache=True)
+def _rows_of_tile(num_rows):
+    """8 rows are 4 and 4, not 6 and 2."""
+    num_tiles = (num_rows + MAX_TILE - 1) // MAX_TILE
+    return (num_rows + num_tiles - 1) // num_tiles
+
+
+@njit(nogil=True, cache=True)
+def _tiles_of(x, num_rows, length):
+    """The rows of each tile side by side: [tiles, length, rows of the tile], end to end. One address reaches all of them, and
+    what is read together lies together."""
+    rows_of_tile = _rows_of_tile(num_rows)
+    packed = np.empty(num_rows * length, np.float32)
+    x_MI = _floats(x, num_rows * length).reshape(num_rows, length)
+    for first in range(0, num_rows, rows_of_tile):
+        count = min(rows_of_tile, num_rows - first)
+        tile = packed[first * length : (first + count) * length]
+        for i in range(length):
+            for m in range(count):
+                tile[i * count + m] = x_MI[first + m, i]
+    return packed
+
+
 @njit(nogil=True, cache=True)
 def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
-    """Meanwhile each tile asks for its share of the next panel, so that memory is not idle while the sums are computed. One row
-    needs no such help."""
-    num_tiles = (num_rows + MAX_TILE - 1) // MAX_TILE
-    rows_of_tile = (num_rows + num_tiles - 1) // num_tiles  # 8 rows are 4 and 4, not 6 and 2
-    x_stride = 4 * length
-    panel_size = LANES * length * weight_size
-    share = panel_size // num_tiles if num_rows > 1 else 0
-    for t in range(num_tiles):
-        m = t * rows_of_tile
-        count = min(rows_of_tile, num_rows - m)
-        if count > 0:
+    """x: address of the tiles. If there are several, columns are taken in blocks that stay near while all tiles are multiplied
+    by them, as float32; a chain goes on where the block before has left it. The first tile asks for the next block meanwhile,
+    so that memory is not idle while sums are computed."""
+    rows_of_tile = _rows_of_tile(num_rows)
+    size = PANEL * weight_size  # of a column
+    if num_rows == rows_of_tile:
+        _tile(x, panel, bias, y, num_rows, length, 0, y_stride, weight_size, panel + length * size, size)
+        return
+    is_widened = weight_size == 2 and num_rows > 2 * rows_of_tile  # below, the tiles do it faster
+    buffer = np.empty(BLOCK * PANEL + LANES if is_widened else LANES, np.float32)
+    wide = (buffer.ctypes.data + 63) // 64 * 64
+    for i in range(0, length, BLOCK):
+        columns = min(BLOCK, length - i)
+        weights = panel + i * size
+        ahead = weights + columns * size
+        if is_widened:
+            _widen(weights, wide, columns * PANEL)
+            weights = wide
+        for m in range(0, num_rows, rows_of_tile):
+            count = min(rows_of_tile, num_rows - m)
+            at = y + m * y_stride
             _tile(
-                x + m * x_stride, panel, bias, y + m * y_stride, count, length, x_stride, y_stride, weight_size,
-                panel + (panel_size if share else 0) + t * share, 256 * share // length,
+                x + 4 * (m * length + i * count), weights, at if i else bias, at, count, columns, y_stride if i else 0,
+                y_stride, 4 if is_widened else weight_size, ahead if m == 0 else weights, size if m == 0 else 0,
             )  # fmt: skip
+    _keep(buffer)
+
+
+@njit(nogil=True, cache=True)
+def _widen(numbers, wide, count):
+    """bfloat16 as float32, of which it is the upper half."""
+    bits = carray(_pointer_to(numbers, np.uint16(0)), count)
+    wide_bits = carray(_pointer_to(wide, np.uint32(0)), count)
+    for i in range(count):
+        wide_bits[i] = np.uint32(bits[i]) << np.uint32(16)
 
 
 @njit(nogil=True, cache=True)
@@ -152,24 +233,32 @@ def product(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     """y = x W^T + bias, by one thread.
 
     x: address of float32 [num_rows, length].
-    panels: address of float32 or bfloat16 [num_panels, length, 16].
-    bias: address of float32 [16 num_panels].
-    y: address of float32 [num_rows, 16 num_panels].
+    panels: address of float32 or bfloat16 [num_panels, length, PANEL].
+    bias: address of float32 [PANEL num_panels].
+    y: address of float32 [num_rows, PANEL num_panels].
     weight_size: 4 or 2, bytes of a weight.
     """
+    tiles = _tiles_of(x, num_rows, length)
     for p in range(num_panels):
-        offset = p * LANES
+        offset = p * PANEL
         panel = panels + offset * length * weight_size
-        _panel_product(x, panel, bias + 4 * offset, y + 4 * offset, num_rows, length, 4 * LANES * num_panels, weight_size)
+        _panel_product(
+            tiles.ctypes.data, panel, bias + 4 * offset, y + 4 * offset, num_rows, length, 4 * PANEL * num_panels, weight_size
+        )
+    _keep(tiles)
 
 
 @njit(nogil=True, cache=True, parallel=True)
 def product_by_threads(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     """`product` by numba's threads, each of which takes a stretch of the panels."""
+    tiles = _tiles_of(x, num_rows, length)
     for p in prange(num_panels):
-        offset = p * LANES
+        offset = p * PANEL
         panel = panels + offset * length * weight_size
-        _panel_product(x, panel, bias + 4 * offset, y + 4 * offset, num_rows, length, 4 * LANES * num_panels, weight_size)
+        _panel_product(
+            tiles.ctypes.data, panel, bias + 4 * offset, y + 4 * offset, num_rows, length, 4 * PANEL * num_panels, weight_size
+        )
+    _keep(tiles)
 
 
 def product_reference(x_MI: np.ndarray, weight_OI: np.ndarray, bias_O: np.ndarray) -> np.ndarray:
@@ -197,65 +286,74 @@ def _sum_lanes(builder: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def _scores(typing: Any, query: Any, keys: Any, scores: Any, count: Any, key_stride: Any, num_chunks: Any) -> Any:
+def _scores(typing: Any, query: Any, keys: Any, scores: Any, count: Any, num_chunks: Any, size: Any) -> Any:
     """The products of a query with `count` keys of 16 num_chunks numbers: a chain for each of 16 lanes, then the lanes' sum.
 
-    query, keys, scores: addresses of float32.
-    key_stride: bytes from key to key.
+    query, scores: addresses of float32.
+    keys: address of float32 or bfloat16, whose numbers have this size.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        query, keys, scores, count, key_stride, num_chunks = args
+        query, keys, scores, count, num_chunks, size = args
 
-        def emit(number: int) -> None:
+        def emit(choice: int) -> None:
+            number, key_size = divmod(choice, 8)
             parts = [_load(builder, query, ir.Constant(_INT, c)) for c in range(number)]
 
             def link(i: Any, totals: list[Any]) -> list[Any]:
-                key = builder.add(keys, builder.mul(i, key_stride))
+                key = builder.add(keys, builder.mul(i, ir.Constant(_INT, number * LANES * key_size)))
                 total = ir.Constant(_VECTOR, [0.0] * LANES)
                 for c, part in enumerate(parts):
-                    total = builder.call(_fma(builder), [part, _load(builder, key, ir.Constant(_INT, c)), total])
+                    total = builder.call(
+                        _fma(builder), [part, _load_numbers(builder, key, ir.Constant(_INT, c), key_size), total]
+                    )
                 pointer = builder.gep(builder.inttoptr(scores, _FLOAT.as_pointer()), [i])
                 builder.store(_sum_lanes(builder, total), pointer, align=4)
                 return []
 
             _repeat(builder, count, [], link)
 
-        _choose(builder, num_chunks, range(1, MAX_WIDTH // LANES + 1), emit)
+        choice = builder.add(builder.mul(num_chunks, ir.Constant(_INT, 8)), size)
+        _choose(builder, choice, [8 * number + x for x in (4, 2) for number in range(1, MAX_WIDTH // LANES + 1)], emit)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
 
 
 @intrinsic
-def _add_weighted(typing: Any, out: Any, weights: Any, values: Any, count: Any, value_stride: Any, num_chunks: Any) -> Any:
+def _add_weighted(
+    typing: Any, out: Any, weights: Any, values: Any, count: Any, value_stride: Any, num_chunks: Any, size: Any
+) -> Any:
     """Add `count` vectors of 16 num_chunks numbers, 64 at most, to the one at `out`, each times its weight, in order.
 
-    out, weights, values: addresses of float32.
+    out, weights: addresses of float32.
+    values: address of float32 or bfloat16, whose numbers have this size.
     value_stride: bytes from vector to vector.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, weights, values, count, value_stride, num_chunks = args
+        out, weights, values, count, value_stride, num_chunks, size = args
 
-        def emit(number: int) -> None:
+        def emit(choice: int) -> None:
+            number, value_size = divmod(choice, 8)
             places = [ir.Constant(_INT, c) for c in range(number)]
 
             def link(i: Any, totals: list[Any]) -> list[Any]:
                 weight = builder.load(builder.gep(builder.inttoptr(weights, _FLOAT.as_pointer()), [i]), align=4)
                 factor = _broadcast(builder, weight)
                 value = builder.add(values, builder.mul(i, value_stride))
-                loaded = [_load(builder, value, place) for place in places]
+                loaded = [_load_numbers(builder, value, place, value_size) for place in places]
                 return [builder.call(_fma(builder), [factor, x, total]) for x, total in zip(loaded, totals, strict=True)]
 
             totals = _repeat(builder, count, [_load(builder, out, place) for place in places], link)
             for place, total in zip(places, totals, strict=True):
                 builder.store(total, builder.gep(builder.inttoptr(out, _VECTOR.as_pointer()), [place]), align=4)
 
-        _choose(builder, num_chunks, range(1, 5), emit)
+        choice = builder.add(builder.mul(num_chunks, ir.Constant(_INT, 8)), size)
+        _choose(builder, choice, [8 * number + x for x in (4, 2) for number in range(1, 5)], emit)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(*[types.int64] * 7), generate
 
 
 @intrinsic
@@ -349,21 +447,26 @@ def _softmax(score_S, scaling, softcap):
 
 
 @njit(nogil=True, cache=True)
-def _attend_pair(
-    b, g, query, out, keys, values, row_B, token_B, count_B, num_kv_heads, group, query_stride, num_slots, first_N, seen_N,
-    extra_N, extra_slots, key_width, value_width, scaling, softcap,
-):  # fmt: skip
-    """The tokens of one row, and the query heads that share KV head g. Keys and values are taken in blocks that stay in the
+def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
+    """The tokens of one row, and the query heads that share a KV head. Keys and values are taken in blocks that stay in the
     nearest cache while all of these read them; what is added for one of them, and in which order, does not depend on others.
+
+    pair: place of the row among those that have tokens, times the number of KV heads, plus the KV head.
     """
+    num_kv_heads, group, num_slots, key_width, value_width, size = sizes
+    row_B, token_B, count_B = rows
+    first_N, seen_N, extra_N, extra_slots = seen
+    b = pair // num_kv_heads
+    g = pair % num_kv_heads
     token = token_B[b]
     num_queries = count_B[b] * group
     line = (row_B[b] * num_kv_heads + g) * num_slots
-    keys += 4 * line * key_width
-    values += 4 * line * value_width
+    keys += size * line * key_width
+    values += size * line * value_width
     query += 4 * g * group * key_width
     out += 4 * g * group * value_width
     out_stride = 4 * num_kv_heads * group * value_width
+    chunks = key_width // LANES
     last = 0
     width = 0
     for n in range(token, token + count_B[b]):
@@ -379,14 +482,13 @@ def _attend_pair(
             if count > 0:
                 at = query + n * query_stride + 4 * (q % group) * key_width
                 scores = score_QS.ctypes.data + 4 * (q * width + begin - first_N[n])
-                _scores(at, keys + 4 * begin * key_width, scores, count, 4 * key_width, key_width // LANES)
+                _scores(at, keys + size * begin * key_width, scores, count, chunks, size)
     for q in range(num_queries):
         n = token + q // group
         at = query + n * query_stride + 4 * (q % group) * key_width
         scores = score_QS.ctypes.data + 4 * (q * width + seen_N[n])
         for i in range(extra_N[n], extra_N[n + 1]):
-            key = keys + 4 * extra_slots[i] * key_width
-            _scores(at, key, scores + 4 * (i - extra_N[n]), 1, 4 * key_width, key_width // LANES)
+            _scores(at, keys + size * extra_slots[i] * key_width, scores + 4 * (i - extra_N[n]), 1, chunks, size)
         _softmax(score_QS[q, : seen_N[n] + extra_N[n + 1] - extra_N[n]], scaling, softcap)
     for block in range(0, last, KEY_BLOCK):
         for q in range(num_queries):
@@ -396,58 +498,49 @@ def _attend_pair(
             if count > 0:
                 at = out + n * out_stride + 4 * (q % group) * value_width
                 weights = score_QS.ctypes.data + 4 * (q * width + begin - first_N[n])
-                _add_values(at, weights, values + 4 * begin * value_width, count, value_width)
+                _add_values(at, weights, values + size * begin * value_width, count, value_width, size)
     for q in range(num_queries):
         n = token + q // group
         at = out + n * out_stride + 4 * (q % group) * value_width
         weights = score_QS.ctypes.data + 4 * (q * width + seen_N[n])
         for i in range(extra_N[n], extra_N[n + 1]):
-            _add_values(at, weights + 4 * (i - extra_N[n]), values + 4 * extra_slots[i] * value_width, 1, value_width)
+            value = values + size * extra_slots[i] * value_width
+            _add_values(at, weights + 4 * (i - extra_N[n]), value, 1, value_width, size)
+    _keep(score_QS)
 
 
 @njit(nogil=True, cache=True)
-def _add_values(out, weights, values, count, width):
+def _add_values(out, weights, values, count, width, size):
     """`_add_weighted` for values of any multiple of 16 numbers."""
     for chunk in range(0, width // LANES, 4):
-        offset = 4 * LANES * chunk
-        _add_weighted(out + offset, weights, values + offset, count, 4 * width, min(4, width // LANES - chunk))
+        place = LANES * chunk
+        _add_weighted(
+            out + 4 * place, weights, values + size * place, count, size * width, min(4, width // LANES - chunk), size
+        )
 
 
 @njit(nogil=True, cache=True)
-def attend(
-    query, out, keys, values, row_B, token_B, count_B, num_kv_heads, group, query_stride, num_slots, first_N, seen_N, extra_N,
-    extra_slots, key_width, value_width, scaling, softcap,
-):  # fmt: skip
+def attend(query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """Attention of a forward's tokens over their rows' slots, by one thread.
 
     query: address of float32 [tokens, heads, key_width], tokens query_stride bytes apart.
     out: address of zeros, float32 [tokens, heads, value_width].
-    keys, values: addresses of a layer's cache, float32 [rows, num_kv_heads, num_slots, width].
-    row_B, token_B, count_B: of each row that has tokens: its place in the cache, its first token, and how many.
-    group: query heads that share a KV head.
-    first_N, seen_N: each token sees the slots first .. first + seen - 1,
-    extra_N, extra_slots: and then extra_slots[extra_N[n] : extra_N[n + 1]].
+    keys, values: addresses of a layer's cache, float32 or bfloat16 [rows, num_kv_heads, num_slots, width].
+    sizes: num_kv_heads; query heads that share one; num_slots; key_width; value_width; bytes of a number of the cache.
+    rows: row_B, token_B, count_B: of each row that has tokens: its place in the cache, its first token, and how many.
+    seen: first_N, seen_N: each token sees the slots first .. first + seen - 1,
+        extra_N, extra_slots: and then extra_slots[extra_N[n] : extra_N[n + 1]].
     softcap: 0 for none.
     """
-    for b in range(len(row_B)):
-        for g in range(num_kv_heads):
-            _attend_pair(
-                b, g, query, out, keys, values, row_B, token_B, count_B, num_kv_heads, group, query_stride, num_slots, first_N,
-                seen_N, extra_N, extra_slots, key_width, value_width, scaling, softcap,
-            )  # fmt: skip
+    for pair in range(len(rows[0]) * sizes[0]):
+        _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap)
 
 
 @njit(nogil=True, cache=True, parallel=True)
-def attend_by_threads(
-    query, out, keys, values, row_B, token_B, count_B, num_kv_heads, group, query_stride, num_slots, first_N, seen_N, extra_N,
-    extra_slots, key_width, value_width, scaling, softcap,
-):  # fmt: skip
+def attend_by_threads(query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """`attend` by numba's threads, each of which takes some rows and KV heads."""
-    for pair in prange(len(row_B) * num_kv_heads):
-        _attend_pair(
-            pair // num_kv_heads, pair % num_kv_heads, query, out, keys, values, row_B, token_B, count_B, num_kv_heads, group,
-            query_stride, num_slots, first_N, seen_N, extra_N, extra_slots, key_width, value_width, scaling, softcap,
-        )  # fmt: skip
+    for pair in prange(len(rows[0]) * sizes[0]):
+        _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap)
 
 
 # ---------------------------------------------------------------- small operations
@@ -463,10 +556,10 @@ def rotate(heads, cos, sin, num_tokens, num_heads, width, rotary_width, stride):
     """
     half = rotary_width // 2
     for n in range(num_tokens):
-        cos_W = carray(_pointer(cos + 4 * n * rotary_width), rotary_width)
-        sin_W = carray(_pointer(sin + 4 * n * rotary_width), rotary_width)
+        cos_W = _floats(cos + 4 * n * rotary_width, rotary_width)
+        sin_W = _floats(sin + 4 * n * rotary_width, rotary_width)
         for h in range(num_heads):
-            x_W = carray(_pointer(heads + 4 * (n * stride + h * width)), rotary_width)
+            x_W = _floats(heads + 4 * (n * stride + h * width), rotary_width)
             for i in range(half):
                 low = x_W[i]
                 high = x_W[half + i]
@@ -480,23 +573,13 @@ def rms_norm(x, weight, y, num_rows, width, eps):
 
     x, y: addresses of float32 [num_rows, width]; weight: of float32 [width].
     """
-    weight_D = carray(_pointer(weight), width)
+    weight_D = _floats(weight, width)
     for m in range(num_rows):
-        x_D = carray(_pointer(x + 4 * m * width), width)
-        y_D = carray(_pointer(y + 4 * m * width), width)
+        x_D = _floats(x + 4 * m * width, width)
+        y_D = _floats(y + 4 * m * width, width)
         square = np.float32(0.0)
         for i in range(width):
             square += x_D[i] * x_D[i]
         scale = np.float32(1.0) / np.sqrt(square / np.float32(width) + eps)
         for i in range(width):
             y_D[i] = weight_D[i] * (x_D[i] * scale)
-
-
-@intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    """A pointer to float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], _FLOAT.as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), generate

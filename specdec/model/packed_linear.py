@@ -6,8 +6,7 @@ rearranges them in every call, reads them slowly where rows are few, and sums in
 in any batch, with a draft and without.
 
 bfloat16 has instructions of its own on some CPUs, which oneDNN uses; there `OneDnnLinear` holds the weights. Its sums run in
-the same order for every number of rows too, but with AMX, which is off where this module is imported before oneDNN is first
-used. ONEDNN_MAX_CPU_ISA=ALL in the environment turns it on again.
+the same order for every number of rows too, but with AMX, which `turn_amx_off` forbids.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from torch import Tensor, nn
 from specdec.model import kernels
 from specdec.model.arena import Arena, padded
 
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-
 ROWS_HINT = 8  # the number of rows that oneDNN optimises the layout for; it works for every other number
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -34,29 +31,30 @@ DTYPES = (torch.float32, torch.bfloat16)
 class PackedLinear(nn.Module):
     """y = x W^T + b for inference. Any leading dimensions; sums are float32, and so is the bias.
 
-    panels: [panels, in, 16] weights, float32 or bfloat16; the last panel may be filled up with zeros.
-    bias: [16 panels].
+    panels: [panels, in, kernels.PANEL] weights, float32 or bfloat16; the last panel may be filled up with zeros.
+    bias: [panels * kernels.PANEL].
+    dtype: of y; unless given, that of the weights.
     """
 
-    def __init__(self, panels: Tensor, bias: Tensor, out_features: int):
+    def __init__(self, panels: Tensor, bias: Tensor, out_features: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.panels = panels
         self.bias_of_panels = bias
         self.in_features = panels.shape[1]
         self.out_features = out_features
-        self.dtype = panels.dtype
+        self.dtype = dtype or panels.dtype
 
     @classmethod
     def of(cls, linear: nn.Linear, arena: Arena) -> PackedLinear:
         """The same layer, with its weights in an arena."""
         num_rows = linear.out_features
-        panels = arena.take((num_panels(num_rows), linear.in_features, kernels.LANES), linear.weight.dtype)
-        bias = torch.zeros(len(panels) * kernels.LANES)
-        num_full = num_rows // kernels.LANES
+        panels = arena.take((num_panels(num_rows), linear.in_features, kernels.PANEL), linear.weight.dtype)
+        bias = torch.zeros(len(panels) * kernels.PANEL)
+        num_full = num_rows // kernels.PANEL
         weight = linear.weight.detach()
-        panels[:num_full] = weight[: num_full * kernels.LANES].view(num_full, kernels.LANES, linear.in_features).transpose(1, 2)
+        panels[:num_full] = weight[: num_full * kernels.PANEL].view(num_full, kernels.PANEL, linear.in_features).transpose(1, 2)
         if num_full < len(panels):
-            panels[num_full, :, : num_rows - num_full * kernels.LANES] = weight[num_full * kernels.LANES :].t()
+            panels[num_full, :, : num_rows - num_full * kernels.PANEL] = weight[num_full * kernels.PANEL :].t()
         if linear.bias is not None:
             bias[:num_rows] = linear.bias.detach()
         return cls(panels, bias, num_rows)
@@ -69,7 +67,7 @@ class PackedLinear(nn.Module):
                 return None
             if following is not None and (
                 type(following) is not PackedLinear
-                or layer.out_features % kernels.LANES
+                or layer.out_features % kernels.PANEL
                 or layer.panels.shape[1] != following.panels.shape[1]
                 or layer.panels.data_ptr() + layer.panels.nbytes != following.panels.data_ptr()
             ):
@@ -78,6 +76,10 @@ class PackedLinear(nn.Module):
         size = (sum(len(layer.panels) for layer in layers), *first.shape[1:])
         bias = torch.cat([layer.bias_of_panels for layer in layers])
         return cls(first.as_strided(size, first.stride()), bias, sum(layer.out_features for layer in layers))
+
+    def in_float32(self) -> PackedLinear:
+        """The same weights with results in float32."""
+        return PackedLinear(self.panels, self.bias_of_panels, self.out_features, torch.float32)
 
     @property
     def bias(self) -> Tensor | None:
@@ -95,7 +97,7 @@ class PackedLinear(nn.Module):
 
     def rows(self, index: Tensor) -> Tensor:
         """[*index, in] rows of the weight."""
-        return self.panels[index // kernels.LANES, :, index % kernels.LANES]
+        return self.panels[index // kernels.PANEL, :, index % kernels.PANEL]
 
     def forward(self, x: Tensor) -> Tensor:
         assert not (x.requires_grad and torch.is_grad_enabled()), "a packed layer is for inference"
@@ -112,7 +114,7 @@ class PackedLinear(nn.Module):
                 num_rows,
                 self.in_features,
                 len(self.panels),
-                self.dtype.itemsize,
+                self.panels.itemsize,
             )
         return y_MO[:, : self.out_features].to(self.dtype).view(*x.shape[:-1], self.out_features)
 
@@ -205,15 +207,23 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in DTYPES
 
 
+def turn_amx_off() -> None:
+    """Forbid oneDNN the instructions whose order of summation depends on the number of rows, unless the environment has a
+    choice. Of effect if oneDNN was not used before."""
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
 @cache
 def has_bfloat16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 by instructions of its own, and oneDNN is there to use them."""
+    """Whether this CPU multiplies bfloat16 by instructions of its own, faster than float32, and oneDNN is there to use them.
+    CPUs with AMX have fast ones there alone: their other ones take twice the time of float32."""
     is_there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return is_there and bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+    features = llvmlite.binding.get_host_cpu_features()
+    return is_there and bool(features.get("avx512bf16")) and not features.get("amx-bf16")
 
 
 def num_panels(num_rows: int) -> int:
-    return -(-num_rows // kernels.LANES)
+    return -(-num_rows // kernels.PANEL)
 
 
 @torch.no_grad()
@@ -245,7 +255,7 @@ def pack(module: nn.Module) -> None:
 
 def panel_bytes(linear: nn.Linear) -> int:
     """What a layer takes in an arena."""
-    return num_panels(linear.out_features) * kernels.LANES * linear.in_features * linear.weight.element_size()
+    return num_panels(linear.out_features) * kernels.PANEL * linear.in_features * linear.weight.element_size()
 
 
 def _share_with_embedding(parent: nn.Module, name: str, head: PackedLinear) -> None:

@@ -109,6 +109,7 @@ class CausalLM:
         self.processes = processes
         self.device = processes.device or choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
+        packed_linear.turn_amx_off()
         with processes.one_at_a_time():
             self.path = hub.resolve(self.name, revision)
             self.model = load_weights(self.path, self.dtype, self.device, processes)

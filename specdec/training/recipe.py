@@ -52,6 +52,8 @@ NOT_TRAINED = ("model", "revision", "parallel_drafting")
 
 # every batch has shapes of its own, and oneDNN would keep the kernels of 1,024 of them: gigabytes that are never used again
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+# a drafter's products in bfloat16 may be summed in any order
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "ALL")
 
 
 @dataclass

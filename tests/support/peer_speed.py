@@ -87,7 +87,7 @@ def serve_ours(query: dict[str, Any]) -> None:
             if not engine.waiting and not engine.num_running:
                 return {}
             engine.step()
-            return {request.id: len(request.output_token_ids) for request in requests if len(request.output_token_ids)}
+            return {request.id: 1 + sum(request.stats.emitted) for request in requests if request.stats.emitted}
 
         return timed(step, len(prompts))
 

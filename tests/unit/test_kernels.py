@@ -17,7 +17,13 @@ from specdec.model.attention import SlotAttention
 from specdec.model.kv import CAUSAL, Block, ForwardBatch, SlotCache, Tree, Visibility
 from specdec.model.packed_linear import PackedEmbedding, PackedLinear
 
-SHAPES = [(16, 7), (64, 32), (192, 576), (50, 33)]  # [out, in]; one of which does not fill its last panel
+SHAPES = [
+    (16, 7),
+    (64, 32),
+    (192, 576),
+    (50, 33),
+    (40, 1100),
+]  # [out, in]; some do not fill their last panel, one takes several blocks
 ROWS = (1, 2, 3, 5, 6, 7, 8, 12, 13, 33)
 
 
@@ -76,9 +82,9 @@ def test_layers_that_lie_together_are_one_product() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = linear((32, 24))
-            self.b = linear((16, 24))
-            self.c = linear((16, 24))
+            self.a = linear((64, 24))
+            self.b = linear((32, 24))
+            self.c = linear((32, 24))
 
     parts: Any = Parts()
     x = torch.randn(5, 24)
@@ -91,7 +97,7 @@ def test_layers_that_lie_together_are_one_product() -> None:
     assert joined.panels.data_ptr() == parts.a.panels.data_ptr(), "a view"
     assert PackedLinear.joined((parts.a, parts.c)) is None, "b lies between them"
     assert PackedLinear.joined((parts.b, parts.a)) is None
-    assert PackedLinear.joined((parts.a, linear((16, 24)))) is None
+    assert PackedLinear.joined((parts.a, linear((32, 24)))) is None
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -152,11 +158,13 @@ TREES[0, :4] = [-1, 0, 0, 2]
 TREES[3] = [-1, 0, 1, 0, -1, 4]
 
 
-def attention(visibility: Visibility, heads: tuple[int, int, int, int]) -> tuple[SlotAttention, Tensor]:
+def attention(
+    visibility: Visibility, heads: tuple[int, int, int, int], dtype: torch.dtype = torch.float32
+) -> tuple[SlotAttention, Tensor]:
     """A forward over a filled cache, and its queries. heads: query heads, KV heads, width of keys, of values."""
     num_heads, kv_heads, key_width, value_width = heads
     torch.manual_seed(3)
-    cache = SlotCache([(kv_heads, key_width, value_width)], torch.float32, torch.device("cpu"))
+    cache = SlotCache([(kv_heads, key_width, value_width)], dtype, torch.device("cpu"))
     cache.reserve(4, 256)
     cache.key_RHSD[0].normal_()
     cache.value_RHSD[0].normal_()
@@ -182,6 +190,18 @@ def test_attention_is_that_of_torch(
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("visibility", [CAUSAL, Tree(TREES)], ids=["causal", "tree"])
+def test_attention_over_bfloat16_is_that_over_the_same_numbers_in_float32(visibility: Visibility) -> None:
+    heads = (4, 2, 96, 128)
+    half, query_NHW = attention(visibility, heads, torch.bfloat16)
+    full, _ = attention(visibility, heads)
+    full.cache.key_RHSD[0].copy_(half.cache.key_RHSD[0])
+    full.cache.value_RHSD[0].copy_(half.cache.value_RHSD[0])
+    assert half.by_kernel
+    assert torch.equal(half.attend(0, query_NHW), full.attend(0, query_NHW))
+    assert half.attend(0, query_NHW.bfloat16()).dtype == torch.bfloat16
 
 
 def test_threads_change_no_bits_of_attention(two_threads: None) -> None:
@@ -243,7 +263,7 @@ def test_a_gated_layer_is_that_of_transformers_or_stays() -> None:
 
     for kind in (LlamaMLP, Other):
         torch.manual_seed(0)
-        root: Any = nn.ModuleDict({"mlp": kind(LlamaConfig(hidden_size=32, intermediate_size=48))}).requires_grad_(False)
+        root: Any = nn.ModuleDict({"mlp": kind(LlamaConfig(hidden_size=32, intermediate_size=64))}).requires_grad_(False)
         x = torch.randn(1, 4, 32)
         expected = root["mlp"](x)
         packed_linear.pack(root)
@@ -255,4 +275,4 @@ def test_a_gated_layer_is_that_of_transformers_or_stays() -> None:
 def test_silu_gives_a_row_the_same_bits_alone() -> None:
     """Which torch computes, here over a part of each row."""
     wide = torch.randn(7, 96)
-    assert torch.equal(F.silu(wide[:, :48])[3], F.silu(wide[3:4, :48])[0])
+    assert torch.equal(F.silu(wide[:, :64])[3], F.silu(wide[3:4, :64])[0])
