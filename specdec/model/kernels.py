@@ -36,6 +36,7 @@ LANES = 16  # numbers of a vector: one register of AVX-512, two of AVX2
 VECTORS = 2 if HAS_AVX512 else 1  # of a column of a panel
 PANEL = LANES * VECTORS  # rows of W in a panel
 MAX_TILE = 12 if HAS_AVX512 else 6  # rows of x whose sums fit into the registers
+AHEAD = 8 << 10  # bytes by which memory is asked for before it is read
 BLOCK = (64 << 10) // (4 * PANEL)  # columns of a panel that stay near while many tiles read them
 
 _FLOAT = ir.FloatType()
@@ -197,7 +198,7 @@ def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
     rows_of_tile = _rows_of_tile(num_rows)
     size = PANEL * weight_size  # of a column
     if num_rows == rows_of_tile:
-        _tile(x, panel, bias, y, num_rows, length, 0, y_stride, weight_size, panel + length * size, size)
+        _tile(x, panel, bias, y, num_rows, length, 0, y_stride, weight_size, panel + AHEAD, size)
         return
     is_widened = weight_size == 2 and num_rows > 2 * rows_of_tile  # below, the tiles do it faster
     buffer = np.empty(BLOCK * PANEL + LANES if is_widened else LANES, np.float32)
