@@ -125,21 +125,26 @@ class SlotAttention:
             keys.data_ptr(),
             values.data_ptr(),
             (keys.shape[1], num_heads // keys.shape[1], keys.shape[2], width, values.shape[3], keys.itemsize),
-            self._rows,
-            self._seen_slots(sliding_window),
+            self.rows,
+            self.seen_slots(sliding_window),
             np.float32(width**-0.5 if scaling is None else scaling),
             np.float32(softcap or 0),
         )
         return out_NHW.to(dtype)
 
     @cached_property
-    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of the rows that have tokens: the row of the cache, the first token, and how many."""
         length_B = self.batch.length_B
         present = np.flatnonzero(length_B)
         return self.batch.first_row + present, (np.cumsum(length_B) - length_B)[present], length_B[present]
 
-    def _seen_slots(self, sliding_window: int | None) -> tuple[np.ndarray, ...]:
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and slot of each token, where its key and value belong."""
+        return self.batch.row_N.numpy(), self.batch.slot_N.numpy()
+
+    def seen_slots(self, sliding_window: int | None) -> tuple[np.ndarray, ...]:
         """Which slots each token sees, as `kernels.attend` takes it: a stretch, and more of them one by one."""
         if sliding_window not in self._seen:
             batch = self.batch

@@ -1,9 +1,9 @@
 """Layers of transformers models with fewer and larger operations, for float32 and bfloat16 on a CPU.
 
 A module is replaced by one that computes the same from fewer parts: a root mean square norm in one operation, the gated layers
-of an MLP as one product, queries, keys and values as one product. Nothing is known of architectures: a module that has the
-parts is tried, and replaced if both give the same results on random numbers, in float32. What is not recognised stays as it
-is. In bfloat16 a layer's result is rounded once, at its end.
+of an MLP as one product, queries, keys and values as one product, a decoder layer of such parts in one call. Nothing is known
+of an architecture but the names of its parts: a module that has them is tried, and replaced if both give the same results on
+random numbers, in float32. What is not recognised stays as it is. In bfloat16 a layer's result is rounded once, at its end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from specdec.model import kernels
-from specdec.model.attention import Attention
+from specdec.model.attention import Attention, SlotAttention
+from specdec.model.kv import ForwardBatch, SlotCache
 from specdec.model.packed_linear import PackedLinear, can_pack
 
 TOLERANCE = 1e-5  # of the largest number: what rounding makes
@@ -41,17 +43,23 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) with gate and up as one product."""
+    """down(act(gate(x)) * up(x)) with gate and up as one product.
 
-    def __init__(self, gate_up: PackedLinear, down: PackedLinear, act: Any):
+    activation: place in kernels.ACTIVATIONS.
+    """
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear, activation: int):
         super().__init__()
         self.gate_up = gate_up.in_float32()
         self.down_proj = down.in_float32()
-        self.act_fn = act
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down_proj(self.act_fn(gate) * up).to(x.dtype)
+        width = self.down_proj.in_features
+        gate_up = self.gate_up(x)
+        gated = gate_up.new_empty(*x.shape[:-1], width)
+        kernels.gate(gate_up.data_ptr(), gated.data_ptr(), gated.numel() // width, width, gate_up.stride(-2), self.activation)
+        return self.down_proj(gated).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,85 @@ class FusedAttention(nn.Module):
         return self.o_proj(out_NHW.reshape(1, num_tokens, -1)).to(hidden_states.dtype), None
 
 
+class FusedLayer(nn.Module):
+    """A decoder layer in one call of a kernel, where tokens attend by a kernel too; elsewhere the plain layer.
+
+    plain: whose attention and MLP are fused already.
+    norms: of these names of `kernels.LAYER`; the layer has no others.
+    """
+
+    def __init__(self, plain: Any, norms: dict[str, FusedRMSNorm]):
+        super().__init__()
+        attention: FusedAttention = plain.self_attn
+        mlp: FusedMLP = plain.mlp
+        heads = attention.heads
+        scaling, self.sliding_window, softcap = heads.arguments
+        self.plain = (plain,)  # in a tuple, so that it is no module of this one
+        self.layer_idx = attention.layer_idx
+        self.kv_shape = (heads.num_kv_heads, heads.width, heads.width)
+        self.rotary_width = heads.rotary_width
+        values: dict[str, Any] = {
+            "hidden": attention.qkv.in_features,
+            "intermediate": mlp.down_proj.in_features,
+            "num_heads": heads.num_heads,
+            "num_kv_heads": heads.num_kv_heads,
+            "width": heads.width,
+            "rotary_width": heads.rotary_width,
+            "weight_size": attention.qkv.panels.itemsize,
+            "activation": mlp.activation,
+            "scaling": heads.width**-0.5 if scaling is None else scaling,
+            "softcap": softcap or 0,
+        }
+        linear = {"qkv": attention.qkv, "output": attention.o_proj, "gate_up": mlp.gate_up, "down": mlp.down_proj}
+        for name, layer in linear.items():
+            values |= {name: layer.panels.data_ptr(), f"{name}_bias": layer.bias_of_panels.data_ptr()}
+        head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name)) is not None}
+        for name, norm in (norms | head_norms).items():
+            values |= {name: norm.weight.data_ptr(), "eps": norm.eps}
+        self.about = np.zeros(1, kernels.LAYER)
+        for name, value in values.items():
+            self.about[name] = value
+        self.is_one_eps = len({norm.eps for norm in (norms | head_norms).values()}) == 1
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, attention: Attention | None = None, **more: Any
+    ) -> Tensor:
+        if isinstance(attention, SlotAttention) and self.can_take(position_embeddings, attention) and not kernels.use_threads():
+            return self.compute(hidden_states, position_embeddings, attention)
+        return self.plain[0](hidden_states, position_embeddings=position_embeddings, attention=attention, **more)
+
+    def compute(self, hidden_states: Tensor, position_embeddings: Any, attention: SlotAttention) -> Tensor:
+        """By the kernel, with one thread."""
+        batch = attention.batch
+        cache = attention.cache
+        keys = cache.key_RHSD[self.layer_idx]
+        cos, sin = (x.float().contiguous() for x in position_embeddings)
+        x = hidden_states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        kernels.layer(
+            x.data_ptr(),
+            batch.num_tokens,
+            self.about,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            keys.data_ptr(),
+            cache.value_RHSD[self.layer_idx].data_ptr(),
+            keys.shape[2],
+            keys.itemsize,
+            *attention.places,
+            attention.rows,
+            attention.seen_slots(self.sliding_window),
+        )
+        return x.to(hidden_states.dtype)
+
+    def can_take(self, position_embeddings: Any, attention: SlotAttention) -> bool:
+        """Whether the kernel does what the plain layer would do."""
+        return (
+            attention.by_kernel
+            and attention.cache.layers[self.layer_idx] == self.kv_shape
+            and position_embeddings[0].shape[-1] == self.rotary_width
+        )
+
+
 class RecordedAttention:
     """An `Attention` that keeps what it is given, and gives the queries back.
 
@@ -153,7 +240,7 @@ def fuse(root: nn.Module) -> None:
     """Replace norms, gated layers and attention layers inside, for inference."""
     for parent in reversed(list(root.modules())):  # norms inside of an attention layer before the layer
         for name, child in list(parent.named_children()):
-            fused = fused_norm(child) or fused_mlp(child) or fused_attention(child)
+            fused = fused_norm(child) or fused_mlp(child) or fused_attention(child) or fused_layer(child)
             if fused is not None:
                 setattr(parent, name, fused)
 
@@ -177,13 +264,14 @@ def fused_norm(plain: Any) -> FusedRMSNorm | None:
 
 def fused_mlp(plain: Any) -> FusedMLP | None:
     """The layer, if it is a gated one."""
-    gate, up, down, act = (getattr(plain, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+    gate, up, down = (getattr(plain, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     joined = PackedLinear.joined((gate, up))
-    if joined is None or type(down) is not PackedLinear or act is None:
+    if joined is None or type(down) is not PackedLinear:
         return None
-    fused = FusedMLP(joined, down, act)
     x = noise(1, 3, joined.in_features)
-    return fused if same(fused(x), in_float32(plain)(x)) else None
+    expected = in_float32(plain)(x)
+    candidates = (FusedMLP(joined, down, activation) for activation in range(len(kernels.ACTIVATIONS)))
+    return next((candidate for candidate in candidates if same(candidate(x), expected)), None)
 
 
 def fused_attention(plain: Any) -> FusedAttention | None:
@@ -209,6 +297,55 @@ def fused_attention(plain: Any) -> FusedAttention | None:
     is_same = actual.layers == expected.layers and actual.arguments == expected.arguments
     pairs = zip([*actual.tensors, fused_output], [*expected.tensors, output], strict=True)
     return fused if is_same and all(same(a, b) for a, b in pairs) else None
+
+
+# names of `kernels.LAYER`, and those of architectures
+NORMS = (
+    {"norm_before_attention": "input_layernorm", "norm_before_mlp": "post_attention_layernorm"},
+    {"norm_after_attention": "post_attention_layernorm", "norm_after_mlp": "post_feedforward_layernorm"},
+    {
+        "norm_before_attention": "input_layernorm",
+        "norm_after_attention": "post_attention_layernorm",
+        "norm_before_mlp": "pre_feedforward_layernorm",
+        "norm_after_mlp": "post_feedforward_layernorm",
+    },
+)
+
+
+def fused_layer(plain: Any) -> FusedLayer | None:
+    """The layer, if it is made of a fused attention, a fused MLP and norms, and adds them up as one does."""
+    parts = dict(plain.named_children())
+    if type(parts.pop("self_attn", None)) is not FusedAttention or type(parts.pop("mlp", None)) is not FusedMLP:
+        return None
+    for names in NORMS:
+        if set(names.values()) != parts.keys() or any(type(part) is not FusedRMSNorm for part in parts.values()):
+            continue
+        fused = FusedLayer(plain, {name: parts[its_name] for name, its_name in names.items()})
+        if fused.is_one_eps and is_same_layer(fused, plain):
+            return fused
+    return None
+
+
+def is_same_layer(fused: FusedLayer, plain: Any) -> bool:
+    """Tried on two rows, one of which goes on from what its cache holds."""
+    cache = SlotCache([], torch.float32, torch.device("cpu"))
+    cache.reserve(2, 1)
+    cache.set_layer(fused.layer_idx, fused.kv_shape)
+    for stored_RHSD in (cache.key_RHSD[fused.layer_idx], cache.value_RHSD[fused.layer_idx]):
+        stored_RHSD.copy_(noise(*stored_RHSD.shape))
+    x = noise(1, 5, int(fused.about["hidden"][0]))
+    angle = noise(1, 5, fused.rotary_width // 2).repeat(1, 1, 2)
+    cos_sin = angle.cos(), angle.sin()
+    attention = SlotAttention(ForwardBatch(cache, 0, np.array([4, 0]), np.array([3, 2])))
+    if not fused.can_take(cos_sin, attention):
+        return False
+    try:
+        expected = in_float32(plain)(
+            x, position_embeddings=cos_sin, attention_mask=None, position_ids=None, attention=attention
+        )
+    except Exception:  # whatever a module does with arguments that it does not know: it stays as it is
+        return False
+    return isinstance(expected, Tensor) and same(fused.compute(x, cos_sin, attention), expected)
 
 
 def in_float32(module: Any) -> Any:

@@ -39,6 +39,10 @@ MAX_TILE = 12 if HAS_AVX512 else 6  # rows of x whose sums fit into the register
 AHEAD = 8 << 10  # bytes by which memory is asked for before it is read
 BLOCK = (64 << 10) // (4 * PANEL)  # columns of a panel that stay near while many tiles read them
 
+# error_model: a division that may be by zero would be a branch, and no loop with one becomes vector instructions
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+compiled_for_threads = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -156,25 +160,25 @@ def _pointer_to(typing: Any, address: Any, example: Any) -> Any:
     return types.CPointer(example)(types.int64, example), generate
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _floats(address, count):
     """The float32 numbers at an address, as an array."""
     return carray(_pointer_to(address, np.float32(0)), count)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _keep(array):
     """Keeps an array up to this line: numba frees it after the last one that names it, and an address does not count."""
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _rows_of_tile(num_rows):
     """8 rows are 4 and 4, not 6 and 2."""
     num_tiles = (num_rows + MAX_TILE - 1) // MAX_TILE
     return (num_rows + num_tiles - 1) // num_tiles
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _tiles_of(x, num_rows, length):
     """The rows of each tile side by side: [tiles, length, rows of the tile], end to end. One address reaches all of them, and
     what is read together lies together."""
@@ -190,7 +194,7 @@ def _tiles_of(x, num_rows, length):
     return packed
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
     """x: address of the tiles. If there are several, columns are taken in blocks that stay near while all tiles are multiplied
     by them, as float32; a chain goes on where the block before has left it. The first tile asks for the next block meanwhile,
@@ -220,7 +224,7 @@ def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
     _keep(buffer)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _widen(numbers, wide, count):
     """bfloat16 as float32, of which it is the upper half."""
     bits = carray(_pointer_to(numbers, np.uint16(0)), count)
@@ -229,7 +233,7 @@ def _widen(numbers, wide, count):
         wide_bits[i] = np.uint32(bits[i]) << np.uint32(16)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def product(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     """y = x W^T + bias, by one thread.
 
@@ -249,7 +253,7 @@ def product(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     _keep(tiles)
 
 
-@njit(nogil=True, cache=True, parallel=True)
+@compiled_for_threads
 def product_by_threads(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     """`product` by numba's threads, each of which takes a stretch of the panels."""
     tiles = _tiles_of(x, num_rows, length)
@@ -274,16 +278,51 @@ def product_reference(x_MI: np.ndarray, weight_OI: np.ndarray, bias_O: np.ndarra
 # ---------------------------------------------------------------- attention
 
 
-def _sum_lanes(builder: Any, vector: Any) -> Any:
-    """The sum of a vector's lanes, halves added to halves."""
+def _across_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """The lanes of a vector combined, halves with halves."""
     lanes = LANES
     while lanes > 1:
         lanes //= 2
         kind = ir.VectorType(_LANE, lanes)
         low = builder.shuffle_vector(vector, vector, ir.Constant(kind, list(range(lanes))))
         high = builder.shuffle_vector(vector, vector, ir.Constant(kind, list(range(lanes, 2 * lanes))))
-        vector = builder.fadd(low, high)
+        vector = combine(builder, low, high)
     return builder.extract_element(vector, ir.Constant(_LANE, 0))
+
+
+def _reduction(start: float, combine: Callable[[Any, Any, Any], Any], combine_lanes: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function that combines 16 num_chunks float32 numbers at an address: a chain for each of 16 lanes, then the lanes.
+
+    combine, combine_lanes: of a chain and the next numbers; of two halves of the lanes.
+    """
+
+    @intrinsic
+    def reduce(typing: Any, numbers: Any, num_chunks: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            numbers, num_chunks = args
+
+            def link(i: Any, totals: list[Any]) -> list[Any]:
+                return [combine(builder, totals[0], _load(builder, numbers, i))]
+
+            total = _repeat(builder, num_chunks, [ir.Constant(_VECTOR, [start] * LANES)], link)[0]
+            return _across_lanes(builder, total, combine_lanes)
+
+        return types.float32(types.int64, types.int64), generate
+
+    return reduce
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+
+def _plus(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b)
+
+
+_max_of = _reduction(-np.inf, _larger, _larger)
+_sum_of = _reduction(0.0, _plus, _plus)
+_squares_of = _reduction(0.0, lambda builder, total, x: builder.call(_fma(builder), [x, x, total]), _plus)
 
 
 @intrinsic
@@ -309,7 +348,7 @@ def _scores(typing: Any, query: Any, keys: Any, scores: Any, count: Any, num_chu
                         _fma(builder), [part, _load_numbers(builder, key, ir.Constant(_INT, c), key_size), total]
                     )
                 pointer = builder.gep(builder.inttoptr(scores, _FLOAT.as_pointer()), [i])
-                builder.store(_sum_lanes(builder, total), pointer, align=4)
+                builder.store(_across_lanes(builder, total, _plus), pointer, align=4)
                 return []
 
             _repeat(builder, count, [], link)
@@ -412,7 +451,7 @@ def _choose(builder: Any, number: Any, numbers: Iterable[int], emit: Callable[[i
     builder.position_at_end(done)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _exp(x):
     """e^x for x <= 0, to a unit in the last place or two (the polynomial of Cephes): without branches, so that a loop over it
     becomes vector instructions, and every number is computed alike."""
@@ -428,26 +467,29 @@ def _exp(x):
     return y * _as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _softmax(score_S, scaling, softcap):
     """In place; a softcap of 0 is none."""
-    highest = np.float32(-np.inf)
-    for j in range(len(score_S)):
-        score = score_S[j] * scaling
-        if softcap > 0:
-            score = np.tanh(score / softcap) * softcap
-        score_S[j] = score
-        highest = max(highest, score)
-    for j in range(len(score_S)):
+    count = len(score_S)
+    num_chunks = count // LANES
+    for j in range(count):
+        score_S[j] *= scaling
+    if softcap > 0:
+        for j in range(count):
+            score_S[j] = np.tanh(score_S[j] / softcap) * softcap
+    highest = _max_of(score_S.ctypes.data, num_chunks)
+    for j in range(num_chunks * LANES, count):
+        highest = max(highest, score_S[j])
+    for j in range(count):
         score_S[j] = _exp(score_S[j] - highest)
-    total = np.float32(0.0)
-    for j in range(len(score_S)):
+    total = _sum_of(score_S.ctypes.data, num_chunks)
+    for j in range(num_chunks * LANES, count):
         total += score_S[j]
-    for j in range(len(score_S)):
+    for j in range(count):
         score_S[j] /= total
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """The tokens of one row, and the query heads that share a KV head. Keys and values are taken in blocks that stay in the
     nearest cache while all of these read them; what is added for one of them, and in which order, does not depend on others.
@@ -510,7 +552,7 @@ def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen
     _keep(score_QS)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_values(out, weights, values, count, width, size):
     """`_add_weighted` for values of any multiple of 16 numbers."""
     for chunk in range(0, width // LANES, 4):
@@ -520,7 +562,7 @@ def _add_values(out, weights, values, count, width, size):
         )
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def attend(query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """Attention of a forward's tokens over their rows' slots, by one thread.
 
@@ -537,7 +579,7 @@ def attend(query, query_stride, out, keys, values, sizes, rows, seen, scaling, s
         _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap)
 
 
-@njit(nogil=True, cache=True, parallel=True)
+@compiled_for_threads
 def attend_by_threads(query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """`attend` by numba's threads, each of which takes some rows and KV heads."""
     for pair in prange(len(rows[0]) * sizes[0]):
@@ -547,7 +589,7 @@ def attend_by_threads(query, query_stride, out, keys, values, sizes, rows, seen,
 # ---------------------------------------------------------------- small operations
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def rotate(heads, cos, sin, num_tokens, num_heads, width, rotary_width, stride):
     """Rotary embedding in place, as transformers has it: x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
 
@@ -568,7 +610,7 @@ def rotate(heads, cos, sin, num_tokens, num_heads, width, rotary_width, stride):
                 x_W[half + i] = high * cos_W[half + i] + low * sin_W[half + i]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def rms_norm(x, weight, y, num_rows, width, eps):
     """y = weight x / sqrt(mean(x^2) + eps) of every row.
 
@@ -578,9 +620,159 @@ def rms_norm(x, weight, y, num_rows, width, eps):
     for m in range(num_rows):
         x_D = _floats(x + 4 * m * width, width)
         y_D = _floats(y + 4 * m * width, width)
-        square = np.float32(0.0)
-        for i in range(width):
+        num_chunks = width // LANES
+        square = _squares_of(x + 4 * m * width, num_chunks)
+        for i in range(num_chunks * LANES, width):
             square += x_D[i] * x_D[i]
         scale = np.float32(1.0) / np.sqrt(square / np.float32(width) + eps)
         for i in range(width):
             y_D[i] = weight_D[i] * (x_D[i] * scale)
+
+
+@compiled
+def gate(gate_up, out, num_rows, width, stride, activation):
+    """act(gate) * up of every row.
+
+    gate_up: address of float32 [num_rows, 2 width], rows `stride` numbers apart: gate, then up.
+    out: address of float32 [num_rows, width].
+    activation: place in ACTIVATIONS.
+    """
+    for m in range(num_rows):
+        gate_F = _floats(gate_up + 4 * m * stride, width)
+        up_F = _floats(gate_up + 4 * (m * stride + width), width)
+        out_F = _floats(out + 4 * m * width, width)
+        if activation == 0:
+            for i in range(width):
+                x = gate_F[i]
+                e = _exp(-abs(x))
+                out_F[i] = x * up_F[i] * (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)
+        else:
+            for i in range(width):
+                x = gate_F[i]
+                u = np.float32(0.7978845608) * (x + np.float32(0.044715) * x * x * x)
+                e = _exp(np.float32(-2.0) * abs(u))
+                tanh = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+                out_F[i] = np.float32(0.5) * x * (np.float32(1.0) + (tanh if u >= 0 else -tanh)) * up_F[i]
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+# ---------------------------------------------------------------- a layer
+
+# What `layer` reads of a decoder layer: addresses of float32 and of panels (0: the layer has no such norm), and sizes.
+LAYER = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "hidden", "intermediate", "num_heads", "num_kv_heads", "width", "rotary_width", "weight_size", "activation",
+            "norm_before_attention", "norm_after_attention", "norm_before_mlp", "norm_after_mlp", "q_norm", "k_norm",
+            "qkv", "qkv_bias", "output", "output_bias", "gate_up", "gate_up_bias", "down", "down_bias",
+        )
+    ]
+    + [(name, np.float32) for name in ("eps", "scaling", "softcap")]
+)  # fmt: skip
+
+
+@compiled
+def layer(x, num_tokens, about, cos, sin, keys, values, num_slots, cache_size, row_N, slot_N, rows, seen):
+    """A decoder layer in place: attention and a gated MLP, each with norms before or after it, added to what they read.
+
+    x: address of float32 [num_tokens, hidden].
+    about: one of LAYER.
+    cos, sin: addresses of float32 [num_tokens, rotary_width].
+    keys, values, num_slots: of the layer's cache, as for `attend`; cache_size: bytes of a number.
+    row_N, slot_N: where each token's key and value belong.
+    rows, seen: as for `attend`.
+    """
+    this = about[0]
+    normed = np.empty(num_tokens * this.hidden, np.float32)
+    first_value = this.num_heads + this.num_kv_heads
+    qkv_panels = _num_panels((first_value + this.num_kv_heads) * this.width)
+    stride = qkv_panels * PANEL
+    heads = np.empty(num_tokens * stride, np.float32)
+    attended = np.zeros(num_tokens * this.num_heads * this.width, np.float32)
+    out_panels = _num_panels(this.hidden)
+    added = np.empty(num_tokens * out_panels * PANEL, np.float32)
+    x_ = normed.ctypes.data
+    heads_ = heads.ctypes.data
+    attended_ = attended.ctypes.data
+    added_ = added.ctypes.data
+
+    _norm_or_copy(x, this.norm_before_attention, x_, num_tokens, this.hidden, this.hidden, this.eps)
+    product(x_, this.qkv, this.qkv_bias, heads_, num_tokens, this.hidden, qkv_panels, this.weight_size)
+    for n in range(num_tokens):
+        query = heads_ + 4 * n * stride
+        key = query + 4 * this.num_heads * this.width
+        if this.q_norm:
+            rms_norm(query, this.q_norm, query, this.num_heads, this.width, this.eps)
+        if this.k_norm:
+            rms_norm(key, this.k_norm, key, this.num_kv_heads, this.width, this.eps)
+    rotate(heads_, cos, sin, num_tokens, first_value, this.width, this.rotary_width, stride)
+    for n in range(num_tokens):
+        key = heads_ + 4 * (n * stride + this.num_heads * this.width)
+        value = heads_ + 4 * (n * stride + first_value * this.width)
+        for g in range(this.num_kv_heads):
+            place = cache_size * ((row_N[n] * this.num_kv_heads + g) * num_slots + slot_N[n]) * this.width
+            _store(key + 4 * g * this.width, keys + place, this.width, cache_size)
+            _store(value + 4 * g * this.width, values + place, this.width, cache_size)
+    group = this.num_heads // this.num_kv_heads
+    sizes = (this.num_kv_heads, group, num_slots, this.width, this.width, cache_size)
+    attend(heads_, 4 * stride, attended_, keys, values, sizes, rows, seen, this.scaling, this.softcap)
+    length = this.num_heads * this.width
+    product(attended_, this.output, this.output_bias, added_, num_tokens, length, out_panels, this.weight_size)
+    _add_normed(x, added_, this.norm_after_attention, num_tokens, this.hidden, out_panels * PANEL, this.eps)
+
+    _norm_or_copy(x, this.norm_before_mlp, x_, num_tokens, this.hidden, this.hidden, this.eps)
+    gate_panels = _num_panels(2 * this.intermediate)
+    wide = np.empty(num_tokens * gate_panels * PANEL, np.float32)
+    gated = np.empty(num_tokens * this.intermediate, np.float32)
+    wide_ = wide.ctypes.data
+    gated_ = gated.ctypes.data
+    product(x_, this.gate_up, this.gate_up_bias, wide_, num_tokens, this.hidden, gate_panels, this.weight_size)
+    gate(wide_, gated_, num_tokens, this.intermediate, gate_panels * PANEL, this.activation)
+    product(gated_, this.down, this.down_bias, added_, num_tokens, this.intermediate, out_panels, this.weight_size)
+    _add_normed(x, added_, this.norm_after_mlp, num_tokens, this.hidden, out_panels * PANEL, this.eps)
+    for array in (normed, heads, attended, added, wide, gated):
+        _keep(array)
+
+
+@compiled
+def _num_panels(num_rows):
+    return (num_rows + PANEL - 1) // PANEL
+
+
+@compiled
+def _norm_or_copy(x, weight, y, num_rows, width, stride, eps):
+    if weight:
+        rms_norm(x, weight, y, num_rows, width, eps)
+    else:
+        _floats(y, num_rows * width)[:] = _floats(x, num_rows * width)
+
+
+@compiled
+def _add_normed(x, added, weight, num_rows, width, stride, eps):
+    """x += added, whose rows are `stride` numbers apart, normed in place if there is a weight."""
+    for m in range(num_rows):
+        row = added + 4 * m * stride
+        if weight:
+            rms_norm(row, weight, row, 1, width, eps)
+        x_D = _floats(x + 4 * m * width, width)
+        added_D = _floats(row, width)
+        for i in range(width):
+            x_D[i] += added_D[i]
+
+
+@compiled
+def _store(numbers, place, count, size):
+    """Copy float32 into a cache, rounded to the nearest if it is of bfloat16."""
+    number_W = _floats(numbers, count)
+    if size == 4:
+        _floats(place, count)[:] = number_W
+    else:
+        bits_W = carray(_pointer_to(numbers, np.uint32(0)), count)
+        half_W = carray(_pointer_to(place, np.uint16(0)), count)
+        for i in range(count):
+            bits = bits_W[i]
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            half_W[i] = np.uint16(rounded) if number_W[i] == number_W[i] else np.uint16(0x7FC0)  # else nan

@@ -250,7 +250,9 @@ def test_a_norm_is_that_of_transformers() -> None:
     x = 30 * torch.randn(2, 7, 40)
     torch.testing.assert_close(norm(x), plain(x), rtol=1e-5, atol=1e-5)
     assert torch.equal(norm(x)[0, 3], norm(x[0, 3])), "a row has the same bits alone"
-    assert fused.fused_norm(LlamaRMSNorm(40, 1e-5).bfloat16()) is None
+    half = fused.fused_norm(LlamaRMSNorm(40, 1e-5).bfloat16())
+    assert half is not None
+    assert torch.equal(half(x.bfloat16()), half(x.bfloat16().float()).bfloat16()), "rounded at its end"
     assert fused.fused_norm(nn.LayerNorm(40)) is None
 
 
