@@ -36,7 +36,7 @@ LANES = 16  # numbers of a vector: one register of AVX-512, two of AVX2
 VECTORS = 2 if HAS_AVX512 else 1  # of a column of a panel
 PANEL = LANES * VECTORS  # rows of W in a panel
 MAX_TILE = 12 if HAS_AVX512 else 6  # rows of x whose sums fit into the registers
-AHEAD = 8 << 10  # bytes by which memory is asked for before it is read
+AHEAD = 16 << 10  # bytes by which memory is asked for before it is read
 BLOCK = (64 << 10) // (4 * PANEL)  # columns of a panel that stay near while many tiles read them
 
 # error_model: a division that may be by zero would be a branch, and no loop with one becomes vector instructions
@@ -196,19 +196,23 @@ def _tiles_of(x, num_rows, length):
 
 @compiled
 def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
-    """x: address of the tiles. If there are several, columns are taken in blocks that stay near while all tiles are multiplied
-    by them, as float32; a chain goes on where the block before has left it. The first tile asks for the next block meanwhile,
-    so that memory is not idle while sums are computed."""
+    """x: address of the tiles. If there are many, columns are taken in blocks that stay near while all tiles are multiplied by
+    them, as float32; a chain goes on where the block before has left it. Each tile asks for its share of the next block
+    meanwhile, so that memory is not idle while sums are computed."""
     rows_of_tile = _rows_of_tile(num_rows)
     size = PANEL * weight_size  # of a column
     if num_rows == rows_of_tile:
         _tile(x, panel, bias, y, num_rows, length, 0, y_stride, weight_size, panel + AHEAD, size)
         return
-    is_widened = weight_size == 2 and num_rows > 2 * rows_of_tile  # below, the tiles do it faster
+    num_tiles = (num_rows + rows_of_tile - 1) // rows_of_tile
+    step = size // num_tiles
+    is_blocked = num_tiles > 2  # for two, blocks and widened weights cost more than they save
+    is_widened = is_blocked and weight_size == 2
     buffer = np.empty(BLOCK * PANEL + LANES if is_widened else LANES, np.float32)
     wide = (buffer.ctypes.data + 63) // 64 * 64
-    for i in range(0, length, BLOCK):
-        columns = min(BLOCK, length - i)
+    block = BLOCK if is_blocked else length
+    for i in range(0, length, block):
+        columns = min(block, length - i)
         weights = panel + i * size
         ahead = weights + columns * size
         if is_widened:
@@ -216,10 +220,11 @@ def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
             weights = wide
         for m in range(0, num_rows, rows_of_tile):
             count = min(rows_of_tile, num_rows - m)
+            share = m // rows_of_tile * columns * step
             at = y + m * y_stride
             _tile(
                 x + 4 * (m * length + i * count), weights, at if i else bias, at, count, columns, y_stride if i else 0,
-                y_stride, 4 if is_widened else weight_size, ahead if m == 0 else weights, size if m == 0 else 0,
+                y_stride, 4 if is_widened else weight_size, ahead + share, step,
             )  # fmt: skip
     _keep(buffer)
 
