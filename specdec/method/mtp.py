@@ -28,6 +28,7 @@ from specdec.drafter import losses, unroll
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter
 from specdec.drafter.base import Init, UnrolledObjective
 from specdec.drafter.batch import Batch
+from specdec.model import fused
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
 
@@ -114,7 +115,7 @@ def _norm(target: CausalLM) -> nn.Module:
 
 def _layer(target: CausalLM, number: int) -> nn.Module:
     """A decoder layer of the target's kind with initial weights."""
-    layer = type(target.layers[-1])(target.config, native_modules.kind_of_layer(target.config))
+    layer = type(fused.plain_layer(target.layers[-1]))(target.config, native_modules.kind_of_layer(target.config))
     attention: Any = layer.self_attn
     attention.layer_idx = number
     return layer.float()

@@ -326,6 +326,11 @@ def fused_layer(plain: Any) -> FusedLayer | None:
     return None
 
 
+def plain_layer(layer: nn.Module) -> Any:
+    """The decoder layer as the architecture has it."""
+    return layer.plain[0] if isinstance(layer, FusedLayer) else layer
+
+
 def is_same_layer(fused: FusedLayer, plain: Any) -> bool:
     """Tried on two rows, one of which goes on from what its cache holds."""
     cache = SlotCache([], torch.float32, torch.device("cpu"))

@@ -695,7 +695,8 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_extract_writes_what_an_online_target_would_give(texts: Path, tmp_path: Path) -> None:
-    done = call("extract", "model=tiny", "data=jsonl", f"data.path={texts}", "layer_ids=[1,3]", "out_dir=out", cwd=tmp_path)
+    again = ("model=tiny", "model.dtype=bfloat16", "data=jsonl", f"data.path={texts}", "out_dir=out")
+    done = call("extract", *again, "layer_ids=[1,3]", cwd=tmp_path)
     assert done.code == 0, done.err
     assert {path.name for path in tmp_path.iterdir()} == {"texts.jsonl", "out"}
     names = {"run.json", "config.yaml", "manifest.json", "hidden-00000.safetensors"}
@@ -709,7 +710,6 @@ def test_extract_writes_what_an_online_target_would_give(texts: Path, tmp_path: 
     assert f"{per_token} bytes per token" in done.out
     assert "6 samples computed, 0 were there" in done.out
 
-    again = ("model=tiny", "data=jsonl", f"data.path={texts}", "out_dir=out")
     refused = call("extract", *again, "layer_ids=[1,3]", cwd=tmp_path)
     assert "already holds a run; give another out_dir=, or resume=true" in refused.error
     done = call("extract", *again, "layer_ids=[1,3]", "resume=true", cwd=tmp_path)
@@ -863,7 +863,10 @@ PROMPTS = [
     {"id": "four", "conversations": [{"from": "human", "value": "How?"}]},
     {"turns": ["Who?"]},
 ]
-SETTINGS = ("model=tiny", "answers.max_tokens=10", "prompts=prompts.jsonl", "out=out.jsonl", "max_batch_size=3")
+SETTINGS = (
+    "model=tiny", "model.dtype=bfloat16", "answers.max_tokens=10", "prompts=prompts.jsonl", "out=out.jsonl",
+    "max_batch_size=3",
+)  # fmt: skip
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
