@@ -98,13 +98,14 @@ malformed: $(VENV)/.done
 bench: $(VENV)/.done
 	$(RUN) eval/bench.py out_dir=outputs/bench-$(shell date +%Y%m%d-%H%M%S)
 
-## make peer-vllm   our engine and our exports against a real vLLM, step by step; it gets an environment of its own (4 GB), its
-##                  processes take 3 GB of memory, and all of it a quarter of an hour of two quiet cores
+## make peer-vllm   our engine and our exports against a real vLLM, step by step, and then their speeds, in turn; it gets an
+##                  environment of its own (4 GB), its processes take 4 GB of memory, and all of it half an hour of two quiet cores
 PEER_VENV ?= .venv-vllm
 PEER := $(PEER_VENV)/bin/python
 peer-vllm: $(VENV)/.done $(PEER_VENV)/.done
 	-$(MAKE) $(PEER_VENV)/.suffix
 	$(RUN) tests/support/peer_vllm.py --vllm $(PEER)
+	$(RUN) tests/support/peer_speed.py --vllm $(PEER)
 
 # builds of what vLLM needs for images and sound fail beside a torch for CPUs
 $(PEER_VENV)/.done:

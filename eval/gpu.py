@@ -71,7 +71,7 @@ def machine(device: str) -> str:
 def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
     """tokens/s of plain decoding against the bandwidth floor, the verify cost, and the share of time outside forwards."""
     target = CausalLM(name, "bfloat16", device, timers=[])
-    weights = target.num_parameters * target.dtype.itemsize
+    weights = bench.weight_bytes(target)
     lines = [(f"{name}, batch 1: HF generate", f"{hugging_face(target, max_tokens):.0f} tokens/s")]
     for rows in (1, 8):
         verify_s = profiling.verify_seconds(target, rows, 16, context=PROMPT_LENGTH)
@@ -80,12 +80,12 @@ def measure(name: str, device: str, max_tokens: int) -> list[tuple[str, str]]:
         for label, speculate in ((method.PLAIN, False), (f"drafts K={NUM_DRAFT}, synthetic {ACCEPTANCE_LENGTH}", True)):
             engine = make_engine(target, rows, speculate)
             list(engine.run(requests(rows, 8)))  # warm up
-            outside, speed = bench.share_outside_forwards(engine, requests(rows, max_tokens))
-            text = f"{speed:.0f} tokens/s"
+            speed = bench.batch_speed(engine, requests(rows, max_tokens))
+            text = f"{speed.tokens_per_s:.0f} tokens/s"
             bandwidth = next((value for chip, value in BANDWIDTH.items() if chip in machine(device)), None)
             if bandwidth is not None and not speculate:
-                text += f" ({speed / rows * weights / bandwidth:.0%} of the bandwidth floor)"
-            lines.append((f"{name}, batch {rows}: {label}", f"{text}, {outside:.1%} outside forwards"))
+                text += f" ({speed.tokens_per_s / rows * weights / bandwidth:.0%} of the bandwidth floor)"
+            lines.append((f"{name}, batch {rows}: {label}", f"{text}, {speed.outside_forwards:.1%} outside forwards"))
     return lines
 
 

@@ -1,5 +1,4 @@
-"""Timing our engine against Hugging Face's on the same prompts, and the share of time outside forwards; `eval/bench.py` and
-`eval/gpu.py` call it.
+"""Timing our engine against Hugging Face's on the same prompts, and batches by themselves (`eval/bench.py`, `eval/gpu.py`).
 
 Comparisons are ratios of times taken in turn: every contender decodes the same prompt, one after the other, so that a slow
 moment of the machine hits them alike.
@@ -174,18 +173,53 @@ def hugging_face(model: Any, max_tokens: int, **options: Any) -> Decode:
     return decode
 
 
-def share_outside_forwards(engine: Engine, requests: list[Request]) -> tuple[float, float]:
-    """(share of the engine's time outside target and draft forwards, tokens/s), prefill included.
+@dataclass
+class BatchSpeed:
+    """Keys of `batch` in bench.json.
+
+    tokens_per_s: prefill included.
+    outside_forwards: share of the time outside of target and draft forwards.
+    ms_per_step, gb_per_s: of decoding alone; the rate is that of the target's weights, read once a step.
+    sum_gb_per_s: of a plain sum over as many bytes, before and after: what memory gives here, now. On a CPU.
+    """
+
+    tokens_per_s: float
+    outside_forwards: float
+    ms_per_step: float
+    gb_per_s: float
+    sum_gb_per_s: float | None
+
+
+def batch_speed(engine: Engine, requests: list[Request]) -> BatchSpeed:
+    """Decode requests together.
 
     engine: whose target was made with `timers`; a draft model that it loads is timed too.
     """
     timers = engine.target.timers
     assert timers is not None
+    is_cpu = engine.target.device.type == "cpu"
+    num_bytes = weight_bytes(engine.target)
+    memory = MemoryRead(num_bytes) if is_cpu else None
+    sums_s = [memory.seconds() for _ in range(3)] if memory else []
     engine.prepare(*requests)  # memory is reserved once, not per step
     timers.clear()
+    engine.add(*requests)
+    count = 0
+    steps_s = []
     begin = time.perf_counter()
-    count = sum(len(done.output_token_ids) for done in engine.run(requests))
-    if engine.target.device.type == "cuda":
+    while engine.waiting or engine.num_running:
+        count += sum(len(done.output_token_ids) for done in engine.step())
+        if (step := engine.last_step) is not None:
+            steps_s.append(step.draft_s + step.verify_s)
+    if not is_cpu:
         torch.cuda.synchronize()
     total_s = time.perf_counter() - begin
-    return 1 - sum(timer.seconds()[0] for timer in timers) / total_s, count / total_s
+    sums_s += [memory.seconds() for _ in range(3)] if memory else []
+    step_s = float(np.median(steps_s))
+    return BatchSpeed(
+        tokens_per_s=count / total_s,
+        outside_forwards=1 - sum(timer.seconds()[0] for timer in timers) / total_s,
+        ms_per_step=1e3 * step_s,
+        gb_per_s=num_bytes / step_s / 1e9,
+        sum_gb_per_s=num_bytes / float(np.median(sums_s)) / 1e9 if sums_s else None,
+    )

@@ -648,16 +648,19 @@ def gate(gate_up, out, num_rows, width, stride, activation):
         out_F = _floats(out + 4 * m * width, width)
         if activation == 0:
             for i in range(width):
-                x = gate_F[i]
-                e = _exp(-abs(x))
-                out_F[i] = x * up_F[i] * (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)
+                out_F[i] = gate_F[i] * _sigmoid(gate_F[i]) * up_F[i]
         else:
             for i in range(width):
                 x = gate_F[i]
-                u = np.float32(0.7978845608) * (x + np.float32(0.044715) * x * x * x)
-                e = _exp(np.float32(-2.0) * abs(u))
-                tanh = (np.float32(1.0) - e) / (np.float32(1.0) + e)
-                out_F[i] = np.float32(0.5) * x * (np.float32(1.0) + (tanh if u >= 0 else -tanh)) * up_F[i]
+                # (1 + tanh(u)) / 2 is the sigmoid of 2u
+                double = np.float32(1.5957691216) * (x + np.float32(0.044715) * x * x * x)
+                out_F[i] = x * _sigmoid(double) * up_F[i]
+
+
+@compiled
+def _sigmoid(x):
+    e = _exp(-abs(x))
+    return (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)
 
 
 ACTIVATIONS = ("silu", "gelu_tanh")

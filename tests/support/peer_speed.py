@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,11 +24,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.peer_vllm import MAX_MODEL_LEN, MODEL, ROOT, end_with
 from support.peer_vllm_engine import ENVIRONMENT, serve, standard_output, timed
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = "smollm2-135m"
-MAX_MODEL_LEN = 1024
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 Ask = Callable[..., Any]
 
@@ -237,27 +233,17 @@ def compare(arguments: argparse.Namespace, out: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm", help="the Python of an environment that has vLLM")
+    parser.add_argument("--vllm", required=True, help="the Python of an environment that has vLLM")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], help="these rows")
     parser.add_argument("--out", type=Path, help="keep the table and the logs here")
-    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.serve is not None:
-        serve_ours(arguments.serve)
-        return
-    arguments.vllm = shutil.which(arguments.vllm or "") or parser.error(
-        f"--vllm {arguments.vllm}: no such program; make peer-vllm makes it"
-    )
-    arguments.vllm = str(Path(arguments.vllm).absolute())
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        sys.exit(compare(arguments, arguments.out.resolve()))
-    with tempfile.TemporaryDirectory() as name:
-        sys.exit(compare(arguments, Path(name)))
+    if sys.argv[1:2] == ["--serve"]:
+        serve_ours(json.loads(sys.argv[2]))
+    else:
+        end_with(compare, parser)
 
 
 if __name__ == "__main__":

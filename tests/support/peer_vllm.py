@@ -20,9 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.peer_vllm_engine import ENVIRONMENT
@@ -297,6 +298,11 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=40, help="of training a drafter")
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES], help="these comparisons")
     parser.add_argument("--out", type=Path, help="keep everything here; nothing that is there already is made again")
+    end_with(compare, parser)
+
+
+def end_with(compare: Callable[[argparse.Namespace, Path], int], parser: argparse.ArgumentParser) -> NoReturn:
+    """End the program with what `compare` returns for the arguments --vllm and --out."""
     arguments = parser.parse_args()
     arguments.vllm = shutil.which(arguments.vllm) or parser.error(
         f"--vllm {arguments.vllm}: no such program; make peer-vllm makes it"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 
 from specdec.model import arena, fused, kernels, packed_linear
 from specdec.model.attention import SlotAttention
+from specdec.model.contract import ATTENTION
 from specdec.model.kv import CAUSAL, Block, ForwardBatch, SlotCache, Tree, Visibility
 from specdec.model.packed_linear import PackedEmbedding, PackedLinear
+from specdec.model.target import CausalLM
 
 SHAPES = [
     (16, 7),
@@ -274,7 +277,73 @@ def test_a_gated_layer_is_that_of_transformers_or_stays() -> None:
         torch.testing.assert_close(root["mlp"](x), expected)
 
 
-def test_silu_gives_a_row_the_same_bits_alone() -> None:
-    """Which torch computes, here over a part of each row."""
-    wide = torch.randn(7, 96)
-    assert torch.equal(F.silu(wide[:, :64])[3], F.silu(wide[3:4, :64])[0])
+@pytest.mark.parametrize(("activation", "plain"), [("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))])
+def test_a_gate_is_that_of_torch(activation: str, plain: Callable[[Tensor], Tensor]) -> None:
+    wide = torch.cat([4 * torch.randn(7, 96), torch.tensor([[-100.0, -1e-30, 0.0, 1e-30, 100.0, 3.0]]).repeat(7, 16)], 1)
+    wide = torch.cat([wide, torch.ones(7, 8)], 1)
+    gated = torch.empty(7, 96)
+    number = kernels.ACTIVATIONS.index(activation)
+    kernels.gate(wide.data_ptr(), gated.data_ptr(), 7, 96, wide.stride(0), number)
+    torch.testing.assert_close(gated, plain(wide[:, :96]) * wide[:, 96:192], rtol=1e-5, atol=1e-6)
+    alone = torch.empty(1, 96)
+    kernels.gate(wide[3].data_ptr(), alone.data_ptr(), 1, 96, wide.stride(0), number)
+    assert torch.equal(alone[0], gated[3]), "a row has the same bits alone"
+
+
+@pytest.mark.parametrize("visibility", [CAUSAL, Tree(TREES)], ids=["causal", "tree"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3"])
+def test_a_layer_in_one_call_is_that_of_its_parts(name: str, dtype: torch.dtype, visibility: Visibility) -> None:
+    """Which transformers' own class adds up. What the layer writes to the cache is the same too."""
+    target = CausalLM(f"tiny-{name}", dtype, "cpu")
+    if dtype == torch.bfloat16 and packed_linear.has_bfloat16_products():
+        pytest.skip("oneDNN has these layers")
+    layer: Any = target.layers[1]
+    assert type(layer) is fused.FusedLayer
+    results = []
+    for compute in (layer.compute, partial(layer.plain[0])):
+        torch.manual_seed(1)
+        cache = target.new_cache()
+        cache.reserve(4, 256)
+        for stored in (cache.key_RHSD[1], cache.value_RHSD[1]):
+            stored.normal_()
+        batch = ForwardBatch(cache, 0, START, COUNT, visibility)
+        x = torch.randn(1, batch.num_tokens, target.hidden_size).to(dtype)
+        angle = torch.randn(1, batch.num_tokens, layer.rotary_width // 2).repeat(1, 1, 2)
+        y = compute(x, position_embeddings=(angle.cos(), angle.sin()), attention=SlotAttention(batch))
+        results.append((y, cache.key_RHSD[1], cache.value_RHSD[1]))
+    for ours, expected in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        gap = (ours.float() - expected.float()).abs().max() / expected.float().abs().max()
+        assert gap < (1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def test_a_layer_that_adds_up_otherwise_stays() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    class Other(LlamaDecoderLayer):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+            return super().forward(hidden_states, **kwargs) + 0.01 * hidden_states
+
+    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    config._attn_implementation = ATTENTION
+    for kind in (LlamaDecoderLayer, Other):
+        root: Any = nn.ModuleList([kind(config, 0).requires_grad_(False)])
+        packed_linear.pack(root)
+        fused.fuse(root)
+        assert type(root[0]) is (fused.FusedLayer if kind is LlamaDecoderLayer else Other)
+        assert type(fused.plain_layer(root[0])) is kind
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_threads_and_the_number_of_tokens_choose_the_kernel_of_a_layer(count: int, two_threads: None) -> None:
+    """With two threads, and in a prefill, the parts are called one by one; both come to the same."""
+    target = CausalLM("tiny-llama", "float32", "cpu")
+    logits = []
+    for num_threads in (2, 1):
+        torch.set_num_threads(num_threads)
+        cache = target.new_cache()
+        cache.reserve(1, 256)
+        logits.append(target.forward(cache, torch.arange(count), np.array([0]), np.array([count])).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -38,7 +38,7 @@ def _speed_table(results: dict[str, Any]) -> Table:
 
 
 def _batch_table(lines: list[dict[str, Any]]) -> Table:
-    heads = ["threads", "batch size", "tokens/s", "outside forwards"]
+    heads = ["threads", "rows", "tokens/s", "outside forwards", "ms a step", "GB/s", "a sum's"]
     table = new_table("batches, and time outside forwards", ["dtype", "method"], heads)
     for line in lines:
         table.add_row(
@@ -48,6 +48,9 @@ def _batch_table(lines: list[dict[str, Any]]) -> Table:
             str(line["batch_size"]),
             number(line["tokens_per_s"], 1),
             number(100 * line["outside_forwards"], 1, " %"),
+            number(line["ms_per_step"], 1),
+            number(line["gb_per_s"], 1),
+            number(line["sum_gb_per_s"], 1),
         )
     return table
 
