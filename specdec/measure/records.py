@@ -23,6 +23,7 @@ from specdec.core import Request
 from specdec.files import parse_json, read_json, read_json_object, write_atomically, writing
 from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
+from specdec.model import arena
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.prompts import answer_text
@@ -257,6 +258,7 @@ def environment() -> dict[str, Any]:
         "processor": _cpu_model() or device,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "num_threads": torch.get_num_threads(),
+        "huge_pages": arena.has_huge_pages(),
     }
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64  # of every tensor: a line of the cache
+WORTH_A_NOTE = 64 << 20  # bytes of weights
 SYSTEM_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -26,7 +29,8 @@ class Arena:
 
     def __init__(self, num_bytes: int):
         region = mmap.mmap(-1, num_bytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        ask_for_huge_pages(region)
+        if not ask_for_huge_pages(region) and num_bytes > WORTH_A_NOTE:
+            note_ordinary_pages()
         bytes_of_region = torch.frombuffer(region, dtype=torch.uint8)
         first = -bytes_of_region.data_ptr() % HUGE_PAGE
         self.free = bytes_of_region[first : first + padded(num_bytes)]
@@ -52,6 +56,15 @@ def ask_for_huge_pages(region: mmap.mmap) -> bool:
     except (AttributeError, OSError):  # not on this system; not in this kernel
         return False
     return has_huge_pages()
+
+
+@cache
+def note_ordinary_pages() -> None:
+    """Say so, once."""
+    print(
+        f"note: no huge pages, so weights are read more slowly; write 'madvise' to {SYSTEM_SETTING} if your system has it",
+        file=sys.stderr,
+    )
 
 
 def has_huge_pages() -> bool:

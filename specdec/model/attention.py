@@ -21,7 +21,7 @@ from specdec.model import kernels, packed_linear
 from specdec.model.kv import ForwardBatch
 
 QUERY_BLOCK = 4
-MAX_KERNEL_TOKENS = 64  # of a row alone: for more, as in a prefill, blocks of queries are faster
+MAX_KERNEL_TOKENS = 256  # of a prompt: for more, torch's blocks of queries are faster
 
 
 class UnsupportedModel(ValueError):
@@ -103,8 +103,10 @@ class SlotAttention:
 
     def _is_for_kernel(self) -> bool:
         """Whether `kernels.attend` serves this forward, where a layer's heads are of widths that it takes."""
-        is_prefill = self.batch.num_rows == 1 and self.batch.max_length > MAX_KERNEL_TOKENS
-        return self.cache.device.type == "cpu" and self.cache.dtype in packed_linear.DTYPES and not is_prefill
+        batch = self.batch
+        # which is processed alone, and needs the logits of its last token; of a draft all are needed, whatever its length
+        is_long_prompt = batch.num_rows == 1 and batch.max_length > MAX_KERNEL_TOKENS and not batch.has_all_logits
+        return self.cache.device.type == "cpu" and self.cache.dtype in packed_linear.DTYPES and not is_long_prompt
 
     def _attend_by_kernel(
         self, layer: int, query_NHW: Tensor, scaling: float | None, sliding_window: int | None, softcap: float | None

@@ -82,7 +82,8 @@ class FusedAttention(nn.Module):
 
     def __init__(self, plain: Any, qkv: PackedLinear, heads: Heads):
         super().__init__()
-        self.plain = (plain,)  # for positions of another width; in a tuple, so that it is no module of this one
+        # for positions of another width, and transformers' own attention; in a tuple, so that it is no module of this one
+        self.plain = (plain,)
         self.heads = heads
         self.qkv = qkv.in_float32()
         self.o_proj = plain.o_proj.in_float32()
@@ -98,10 +99,9 @@ class FusedAttention(nn.Module):
         attention: Attention | None = None,
         **more: Any,
     ) -> tuple[Tensor, None]:
-        assert attention is not None
         cos, sin = (x.float().contiguous() for x in position_embeddings)
         heads = self.heads
-        if cos.shape[-1] != heads.rotary_width:
+        if attention is None or cos.shape[-1] != heads.rotary_width:
             return self.plain[0](hidden_states, position_embeddings, attention_mask, attention=attention, **more)
         first_key = heads.num_heads
         first_value = heads.num_heads + heads.num_kv_heads

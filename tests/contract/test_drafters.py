@@ -39,6 +39,7 @@ from specdec.method.mlp import MLP
 from specdec.method.mtp import MTP
 from specdec.method.peagle import Objective as Depths
 from specdec.method.peagle import PEagle
+from specdec.model import fused
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
@@ -499,7 +500,7 @@ class ModuleInWords:
         config.attn_logit_softcapping = None
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * target.num_layers
         last = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=target.num_layers - 1)
-        layer = type(target.model.get_decoder().layers[last])(config, last).eval()
+        layer = type(fused.plain_layer(target.model.get_decoder().layers[last]))(config, last).eval()
         layer.load_state_dict({name.removeprefix("block."): x for name, x in weights.items() if name.startswith("block.")})
         return cls(target, weights, layer, kinds[last])
 

@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "specdec/measure/logger.py": {"none"},  # no logger
     "specdec/measure/report/choose.py": {"none"},  # matplotlib: no marker, no edge
     "specdec/model/packed_linear.py": {"none"},  # oneDNN: no activation
+    "specdec/model/fused.py": {"mlp"},  # a part of a decoder layer
     "specdec/measure/report/bench.py": {"suffix"},  # key of bench.json: speed of the suffix tree
     "eval/bench.py": {"suffix", "none", "ngram", "draft_model"},  # the methods that are compared with transformers
     "train/bench.py": {"specdec.method.eagle3"},  # the drafter whose training is measured

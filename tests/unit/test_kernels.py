@@ -144,12 +144,21 @@ def test_an_arena_hands_out_what_it_has() -> None:
         region.take((1,), torch.float32)
 
 
-def test_a_system_without_huge_pages_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_system_without_huge_pages_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(arena, "SYSTEM_SETTING", tmp_path / "none")
     assert not arena.has_huge_pages()
     (tmp_path / "none").write_text("always madvise [never]")
     assert not arena.has_huge_pages()
+    arena.note_ordinary_pages.cache_clear()
     assert arena.Arena(100).take((25,), torch.float32).sum() == 0
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        arena.Arena(arena.WORTH_A_NOTE + 1)
+    note = capsys.readouterr().err
+    assert note.startswith("note: no huge pages")
+    assert note.count("\n") == 1
 
 
 # ---------------------------------------------------------------- attention
@@ -284,7 +293,8 @@ def test_a_gate_is_that_of_torch(activation: str, plain: Callable[[Tensor], Tens
     gated = torch.empty(7, 96)
     number = kernels.ACTIVATIONS.index(activation)
     kernels.gate(wide.data_ptr(), gated.data_ptr(), 7, 96, wide.stride(0), number)
-    torch.testing.assert_close(gated, plain(wide[:, :96]) * wide[:, 96:192], rtol=1e-5, atol=1e-6)
+    exact = plain(wide[:, :96].double()) * wide[:, 96:192].double()  # in float32 torch's own gelu is 0 from -5.6 on
+    torch.testing.assert_close(gated.double(), exact, rtol=2e-5, atol=1e-9)
     alone = torch.empty(1, 96)
     kernels.gate(wide[3].data_ptr(), alone.data_ptr(), 1, 96, wide.stride(0), number)
     assert torch.equal(alone[0], gated[3]), "a row has the same bits alone"
@@ -336,7 +346,7 @@ def test_a_layer_that_adds_up_otherwise_stays() -> None:
         assert type(fused.plain_layer(root[0])) is kind
 
 
-@pytest.mark.parametrize("count", [3, 100])
+@pytest.mark.parametrize("count", [3, 300])
 def test_threads_and_the_number_of_tokens_choose_the_kernel_of_a_layer(count: int, two_threads: None) -> None:
     """With two threads, and in a prefill, the parts are called one by one; both come to the same."""
     target = CausalLM("tiny-llama", "float32", "cpu")
@@ -344,6 +354,7 @@ def test_threads_and_the_number_of_tokens_choose_the_kernel_of_a_layer(count: in
     for num_threads in (2, 1):
         torch.set_num_threads(num_threads)
         cache = target.new_cache()
-        cache.reserve(1, 256)
-        logits.append(target.forward(cache, torch.arange(count), np.array([0]), np.array([count])).logits)
+        cache.reserve(1, count)
+        tokens = torch.arange(count) % 256
+        logits.append(target.forward(cache, tokens, np.array([0]), np.array([count]), last_only=True).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
