@@ -1,15 +1,18 @@
 """What a CPU engine computes for few rows, from vector instructions that are written down here and compiled by numba.
 
-*Products.* A matrix W [O, I] is kept as panels [O / 16, I, 16]: 16 of its rows side by side. A product with x [M, I] reads one
-panel after the other from front to back, the order in which memory gives most, and multiplies each 16 numbers with one number
-of every row of x. So every number of the result is one chain, bias + x_0 w_0 + x_1 w_1 + ..., each link a fused multiply-add.
-That order does not depend on the number of rows, on how many of them share the registers, on threads, or on the machine: a row
-has the same bits alone and in any batch. numba's own loops would leave the order and the registers to a vectoriser; an
-`intrinsic` does not.
+*Products.* A matrix W [O, I] is kept as panels [O / PANEL, I, PANEL]: some of its rows side by side. A product with x [M, I]
+reads one panel after the other from front to back, the order in which memory gives most, and multiplies each column of a panel
+with one number of every row of x. So every number of the result is one chain, bias + x_0 w_0 + x_1 w_1 + ..., each link a fused
+multiply-add. That order does not depend on the number of rows, on how many of them share the registers, on threads, or on the
+machine: a row has the same bits alone and in any batch. numba's own loops would leave the order and the registers to a
+vectoriser; an `intrinsic` does not.
 
-*Attention* is computed for each token and head by itself, over the slots that it sees in ascending order.
+*Attention* is computed for each token and head by itself, over the slots that it sees in ascending order. *A layer* is all of a
+decoder layer in one call: products stream their weights through the caches, after which every operation more begins with what
+it needs far away.
 
-Arguments are addresses and numbers: numba takes them in a fraction of the time that arrays need.
+Arguments are addresses and numbers: numba takes them in a fraction of the time that arrays need. All is in one file, since
+numba's cache of compiled code knows when the file of a function has changed, and not when that of a function inside has.
 """
 
 # mypy: disable-error-code="no-untyped-def, call-arg"

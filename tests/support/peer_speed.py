@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.peer_vllm import MAX_MODEL_LEN, MODEL, ROOT, end_with
+from support.peer_vllm import MAX_MODEL_LEN, MODEL, ROOT, clean_environment, end_with
 from support.peer_vllm_engine import ENVIRONMENT, serve, standard_output, timed
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -96,7 +96,7 @@ def serve_ours(query: dict[str, Any]) -> None:
 @contextmanager
 def worker(command: list[str], query: dict[str, Any], threads: int, log: Path) -> Iterator[Ask]:
     """A process that holds an engine, as a function that asks it one thing and waits. RuntimeError if the process ends."""
-    environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
+    environment = clean_environment() | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -120,7 +120,7 @@ def worker(command: list[str], query: dict[str, Any], threads: int, log: Path) -
             answer = ""
         if not answer:
             lines = [line for line in log.read_text().splitlines() if line.strip()]
-            raise RuntimeError(f"{command[-1]} ended: {lines[-1] if lines else 'no output'}")
+            raise RuntimeError(f"exit {process.wait()}: {lines[-1] if lines else 'no output'}")
         return json.loads(answer)
 
     try:

@@ -230,7 +230,7 @@ def vllm_run(
     with log.open("w") as file:
         command = [python, str(Path(__file__).with_name("peer_vllm_engine.py")), str(question), str(answer)]
         done = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT | ONE_THREAD, cwd=out
+            command, stdout=file, stderr=subprocess.STDOUT, env=clean_environment() | ENVIRONMENT | ONE_THREAD, cwd=out
         )
     if done.returncode:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
@@ -238,6 +238,11 @@ def vllm_run(
     result = json.loads(answer.read_text())
     steps = [[(d, a) for d, a in request_steps] for request_steps in result["steps"]]
     return Run(result["tokens"], steps, result["counters"]), result["version"]
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's, without what our engine sets for itself: vLLM ends with SIGILL where oneDNN is forbidden AMX."""
+    return {key: value for key, value in os.environ.items() if key != "ONEDNN_MAX_CPU_ISA"}
 
 
 def has(python: str, module: str) -> bool:
