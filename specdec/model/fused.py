@@ -122,12 +122,14 @@ class FusedAttention(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer in one call of a kernel, where tokens attend by a kernel too; elsewhere the plain layer.
 
-    plain: whose attention and MLP are fused already.
-    norms: of these names of `kernels.LAYER`; the layer has no others.
+    plain: whose attention, MLP and norms are fused already.
+    names: names of `kernels.LAYER`, and those of the plain layer's norms.
     """
 
-    def __init__(self, plain: Any, norms: dict[str, FusedRMSNorm]):
+    def __init__(self, plain: Any, names: dict[str, str]):
         super().__init__()
+        norms: dict[str, FusedRMSNorm] = {name: getattr(plain, its_name) for name, its_name in names.items()}
+        self.names = names
         attention: FusedAttention = plain.self_attn
         mlp: FusedMLP = plain.mlp
         heads = attention.heads
@@ -154,10 +156,13 @@ class FusedLayer(nn.Module):
         head_norms = {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name)) is not None}
         for name, norm in (norms | head_norms).items():
             values |= {name: norm.weight.data_ptr(), "eps": norm.eps}
-        self.about = np.zeros(1, kernels.LAYER)
+        self.about = np.zeros(1, kernels.LAYER)  # addresses of what `plain` holds
         for name, value in values.items():
             self.about[name] = value
         self.is_one_eps = len({norm.eps for norm in (norms | head_norms).values()}) == 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayer:
+        return FusedLayer(copy.deepcopy(self.plain[0], memo), self.names)
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention: Attention | None = None, **more: Any
@@ -320,7 +325,7 @@ def fused_layer(plain: Any) -> FusedLayer | None:
     for names in NORMS:
         if set(names.values()) != parts.keys() or any(type(part) is not FusedRMSNorm for part in parts.values()):
             continue
-        fused = FusedLayer(plain, {name: parts[its_name] for name, its_name in names.items()})
+        fused = FusedLayer(plain, names)
         if fused.is_one_eps and is_same_layer(fused, plain):
             return fused
     return None

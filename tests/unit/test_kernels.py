@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -344,6 +345,15 @@ def test_a_layer_that_adds_up_otherwise_stays() -> None:
         fused.fuse(root)
         assert type(root[0]) is (fused.FusedLayer if kind is LlamaDecoderLayer else Other)
         assert type(fused.plain_layer(root[0])) is kind
+
+
+def test_a_copied_layer_has_addresses_of_its_own() -> None:
+    layer: Any = CausalLM("tiny-llama", "float32", "cpu").layers[0]
+    copied = copy.deepcopy(layer)
+    for name in ("qkv", "down", "norm_before_mlp"):
+        assert copied.about[name] != layer.about[name]
+    assert copied.about["hidden"] == layer.about["hidden"]
+    assert copied.about["qkv"] == copied.plain[0].self_attn.qkv.panels.data_ptr()
 
 
 @pytest.mark.parametrize("count", [3, 300])
