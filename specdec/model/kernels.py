@@ -710,7 +710,7 @@ def layer(x, num_tokens, about, cos, sin, keys, values, num_slots, cache_size, r
     attended_ = attended.ctypes.data
     added_ = added.ctypes.data
 
-    _norm_or_copy(x, this.norm_before_attention, x_, num_tokens, this.hidden, this.hidden, this.eps)
+    _norm_or_copy(x, this.norm_before_attention, x_, num_tokens, this.hidden, this.eps)
     product(x_, this.qkv, this.qkv_bias, heads_, num_tokens, this.hidden, qkv_panels, this.weight_size)
     for n in range(num_tokens):
         query = heads_ + 4 * n * stride
@@ -734,7 +734,7 @@ def layer(x, num_tokens, about, cos, sin, keys, values, num_slots, cache_size, r
     product(attended_, this.output, this.output_bias, added_, num_tokens, length, out_panels, this.weight_size)
     _add_normed(x, added_, this.norm_after_attention, num_tokens, this.hidden, out_panels * PANEL, this.eps)
 
-    _norm_or_copy(x, this.norm_before_mlp, x_, num_tokens, this.hidden, this.hidden, this.eps)
+    _norm_or_copy(x, this.norm_before_mlp, x_, num_tokens, this.hidden, this.eps)
     gate_panels = _num_panels(2 * this.intermediate)
     wide = np.empty(num_tokens * gate_panels * PANEL, np.float32)
     gated = np.empty(num_tokens * this.intermediate, np.float32)
@@ -754,7 +754,7 @@ def _num_panels(num_rows):
 
 
 @compiled
-def _norm_or_copy(x, weight, y, num_rows, width, stride, eps):
+def _norm_or_copy(x, weight, y, num_rows, width, eps):
     if weight:
         rms_norm(x, weight, y, num_rows, width, eps)
     else:

@@ -244,8 +244,9 @@ def test_a_step_is_its_formula(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_loss_is_the_readable_one(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value, sums and the gradient of every parameter. Not of tv, whose slope jumps where p and q meet (test_losses.py)."""
-    trained = trainable(variant, loss={"ce": 0.5, "kl": 0.5})
+    """Value, sums and the gradient of every parameter."""
+    # the slope of tv jumps where p and q meet, which they do for one of the numbers that this variant comes to
+    trained = trainable(variant, loss={"ce": 0.5, "kl": 0.5}) if variant == "eagle3-target-head" else trainable(variant)
     batch = features(trained, SAMPLES)
     batch.weight_B = np.array([1.0, 0.5, 1.0, 2.0])
     ours = gradients(trained, batch)

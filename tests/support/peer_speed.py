@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.peer_vllm import MAX_MODEL_LEN, MODEL, ROOT, clean_environment, end_with
+from support.peer_vllm import MAX_MODEL_LEN, MODEL, ROOT, clean_environment, end_with, last_line, target_and_prompts
 from support.peer_vllm_engine import ENVIRONMENT, serve, standard_output, timed
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -119,8 +119,7 @@ def worker(command: list[str], query: dict[str, Any], threads: int, log: Path) -
         except BrokenPipeError:
             answer = ""
         if not answer:
-            lines = [line for line in log.read_text().splitlines() if line.strip()]
-            raise RuntimeError(f"exit {process.wait()}: {lines[-1] if lines else 'no output'}")
+            raise RuntimeError(f"exit {process.wait()}: {last_line(log)}")
         return json.loads(answer)
 
     try:
@@ -189,13 +188,7 @@ def table(rows: list[dict[str, Any]], about: str) -> str:
 
 
 def compare(arguments: argparse.Namespace, out: Path) -> int:
-    from specdec import hub
-    from specdec.measure import tasks
-    from specdec.model.target import CausalLM
-
-    directory = hub.resolve(MODEL)
-    tokenizer = CausalLM(directory, "float32", "cpu").tokenizer
-    prompts = [tasks.prompt_ids(tokenizer, [task.turns[0]], []) for task in tasks.load(tasks.DEMO, 8)]
+    directory, prompts = target_and_prompts(8)
     rows = []
     for case in [case for case in CASES if not arguments.only or case.name in arguments.only]:
         print(f"{case.name} ...", file=sys.stderr, flush=True)

@@ -233,11 +233,15 @@ def vllm_run(
             command, stdout=file, stderr=subprocess.STDOUT, env=clean_environment() | ENVIRONMENT | ONE_THREAD, cwd=out
         )
     if done.returncode:
-        lines = [line for line in log.read_text().splitlines() if line.strip()]
-        raise RuntimeError(f"exit {done.returncode}: {lines[-1] if lines else 'no output'}")
+        raise RuntimeError(f"exit {done.returncode}: {last_line(log)}")
     result = json.loads(answer.read_text())
     steps = [[(d, a) for d, a in request_steps] for request_steps in result["steps"]]
     return Run(result["tokens"], steps, result["counters"]), result["version"]
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
 
 
 def clean_environment() -> dict[str, str]:
@@ -252,14 +256,19 @@ def has(python: str, module: str) -> bool:
 # ----------------------------------------------------------------------------------------------------------------- both
 
 
-def compare(arguments: argparse.Namespace, out: Path) -> int:
+def target_and_prompts(count: int) -> tuple[Path, list[list[int]]]:
+    """The target's directory, and first turns of the demo task as its token ids."""
     from specdec import hub
     from specdec.measure import tasks
     from specdec.model.target import CausalLM
 
     directory = hub.resolve(MODEL)
     tokenizer = CausalLM(directory, "float32", "cpu").tokenizer
-    prompts = [tasks.prompt_ids(tokenizer, [task.turns[0]], []) for task in tasks.load(tasks.DEMO, arguments.prompts)]
+    return directory, [tasks.prompt_ids(tokenizer, [task.turns[0]], []) for task in tasks.load(tasks.DEMO, count)]
+
+
+def compare(arguments: argparse.Namespace, out: Path) -> int:
+    directory, prompts = target_and_prompts(arguments.prompts)
     chosen = [case for case in CASES if not arguments.only or case.name in arguments.only]
     plain = ours_of(directory, CASES[0], prompts, arguments.max_tokens, None)
     data = out / "answers.jsonl"
