@@ -478,8 +478,10 @@ def test_an_interrupted_run_keeps_what_it_finished(tmp_path: Path, cli: Cli) -> 
 
     process = fork(EVAL / "run.py", *shared, f"out_dir={out_dir}", "resume=true", cwd=tmp_path)
     wait_for_lines(requests, first.count(b"\n") + 3, process)
+    process.send_signal(signal.SIGSTOP)  # it must not end while the other one starts
     error = cli("run", *shared, f"out_dir={out_dir}", "resume=true").error
     assert f"out_dir={out_dir} is in use by process {process.pid} on " in error, "two processes never share a directory"
+    process.send_signal(signal.SIGCONT)
     wait_for_lines(requests, first.count(b"\n") + 10, process)
     process.kill()
     assert ended(process).code == -signal.SIGKILL
