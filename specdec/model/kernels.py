@@ -105,7 +105,7 @@ def _tile(
                 first = builder.mul(i, ir.Constant(_INT, count))
                 line = builder.mul(i, ir.Constant(_INT, VECTORS))
                 parts = [builder.add(line, ir.Constant(_INT, part)) for part in range(VECTORS)]
-                weights = [_load_numbers(builder, panel, part, size, align=32) for part in parts]
+                weights = [_load(builder, panel, part, size, align=32) for part in parts]
                 results = []
                 for (row, part), total in zip(places, totals, strict=True):
                     if part == 0:
@@ -135,7 +135,7 @@ def _prefetch(builder: Any, address: Any) -> None:
     )  # read; second level; data
 
 
-def _load_numbers(builder: Any, address: Any, place: Any, size: int, align: int = 2) -> Any:
+def _load(builder: Any, address: Any, place: Any, size: int = 4, align: int = 2) -> Any:
     """Vector `place` behind an address, of float32 or, if a number's size is 2, of bfloat16, the upper half of a float32."""
     if size == 4:
         return builder.load(builder.gep(builder.inttoptr(address, _VECTOR.as_pointer()), [place]), align=2 * align)
@@ -352,9 +352,7 @@ def _scores(typing: Any, query: Any, keys: Any, scores: Any, count: Any, num_chu
                 key = builder.add(keys, builder.mul(i, ir.Constant(_INT, number * LANES * key_size)))
                 total = ir.Constant(_VECTOR, [0.0] * LANES)
                 for c, part in enumerate(parts):
-                    total = builder.call(
-                        _fma(builder), [part, _load_numbers(builder, key, ir.Constant(_INT, c), key_size), total]
-                    )
+                    total = builder.call(_fma(builder), [part, _load(builder, key, ir.Constant(_INT, c), key_size), total])
                 pointer = builder.gep(builder.inttoptr(scores, _FLOAT.as_pointer()), [i])
                 builder.store(_across_lanes(builder, total, _plus), pointer, align=4)
                 return []
@@ -390,7 +388,7 @@ def _add_weighted(
                 weight = builder.load(builder.gep(builder.inttoptr(weights, _FLOAT.as_pointer()), [i]), align=4)
                 factor = _broadcast(builder, weight)
                 value = builder.add(values, builder.mul(i, value_stride))
-                loaded = [_load_numbers(builder, value, place, value_size) for place in places]
+                loaded = [_load(builder, value, place, value_size) for place in places]
                 return [builder.call(_fma(builder), [factor, x, total]) for x, total in zip(loaded, totals, strict=True)]
 
             totals = _repeat(builder, count, [_load(builder, out, place) for place in places], link)
@@ -417,12 +415,6 @@ def _as_float(typing: Any, bits: Any) -> Any:
 def _fma(builder: Any) -> Any:
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-
-
-def _load(builder: Any, address: Any, i: Any = None) -> Any:
-    """Vector i behind an address of float32."""
-    pointer = builder.inttoptr(address, _VECTOR.as_pointer())
-    return builder.load(pointer if i is None else builder.gep(pointer, [i]), align=4)
 
 
 def _repeat(builder: Any, count: Any, start: list[Any], link: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specdec.core import RequestStats
-from specdec.measure import records, stats
+from specdec.measure import bench, records, stats
 from specdec.measure.report import run as run_report
 from specdec.model.device import Timer
 from specdec.model.target import CausalLM
@@ -378,6 +378,15 @@ def test_a_prediction_is_never_above_the_ideal(monkeypatch: pytest.MonkeyPatch) 
     model = stats.predicted_speedup([request_stats], lambda n: verify_s(n) / verify_s(1), step_s=1.0)
     assert model is not None
     assert model <= stats.request_metrics(request_stats)["tokens_per_step"]
+
+
+def test_of_many_weights_a_part_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MOST_READ", 4096)
+    monkeypatch.setattr(bench.time, "perf_counter", iter([10.0, 10.5, 20.0, 20.5]).__next__)
+    for num_bytes, seconds in ((1024, 0.5), (3 * 4096, 1.5)):
+        memory = bench.MemoryRead(num_bytes)
+        assert memory.numbers.nbytes == min(num_bytes, 4096)
+        assert (memory.num_bytes, memory.seconds()) == (num_bytes, seconds)
 
 
 def test_nobody_is_fastest_inside_the_noise() -> None:
