@@ -1,16 +1,16 @@
-"""Records that travel between the stages of decoding, and the protocols that the stages keep.
+"""Records that travel between the stages of decoding, and the protocols that they implement.
 
 Glossary:
     target       the model whose output is wanted, as plain sampling would give it
     drafter      what guesses the next tokens: a trained module, another language model or a lookup; `Proposer` is its protocol
     draft        the guessed tokens of a row, a chain or a tree; the nodes of a tree are tokens too
-    verify       hold a draft against the target's probabilities of one forward over it
+    verify       check a draft with the target's probabilities, from one forward over it
     accepted     draft tokens that verification keeps, a prefix of the chain or a path of the tree
-    recovered    the token that follows a rejection, sampled from what the draft left of the target's distribution
+    recovered    the token that follows a rejection, sampled from the residual distribution, norm(max(p - q, 0))
     bonus        the token that follows a draft that was accepted as a whole
     committed    tokens of a row that are final: prompt, accepted, recovered and bonus tokens
     emitted      tokens that a step commits: the accepted ones and one more, fewer where a stop rule cuts
-    pruned       tokens that were drafted and are not verified, because a policy cut the draft short
+    pruned       tokens that were drafted and are not verified, because a policy cut the draft short; on disk: `trimmed`
     step         one round of draft, forward, verify and commit, over all active rows
     row          line of the caches that a request holds from its prefill to its end
     slot         place within a row of a cache, which holds K and V of one token
@@ -19,7 +19,7 @@ Glossary:
     confidence   numbers about a draft token that say how likely it is to be accepted
     K            num_speculative_tokens, the most tokens of a draft
 
-Shape suffixes used in every file:
+Shape suffixes; a file that needs others, or one of these for something else, says so at its top:
     B  active rows of a step          L  committed tokens of a row
     K  draft tokens                   J  verified positions, K + 1
     M  tokens of a row in one forward N  tokens of one forward, all rows laid end to end
@@ -357,6 +357,9 @@ class MethodFacts:
     serving: Mapping[str, str] = field(default_factory=dict)
     serving_note: str | None = None
     served_in_target: bool = False
+
+
+MAX_PENDING_STATES = 256  # tokens whose states are kept for a row that drafts nothing, before the proposer has to read them
 
 
 class Proposer(Protocol):

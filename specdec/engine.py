@@ -3,7 +3,7 @@
 A step, in the order in which things happen:
 
     admit     waiting requests take free rows
-    prefill   every prompt that is not through is processed by one more chunk
+    prefill   chunked prefill: one more chunk of every prompt that is not processed yet
     draft     the policy decides how much to draft for each row; the proposer drafts for the rows that draft at all (ragged);
               the policy decides how much of that to verify
     forward   the target processes each row's last token and its draft, all rows in one ragged forward
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from specdec import sampling
 from specdec.core import (
+    MAX_PENDING_STATES,
     Context,
     Draft,
     FixedLengthPolicy,
@@ -49,7 +50,6 @@ from specdec.rejection import Verifier
 from specdec.row_state import RowState
 from specdec.stop_rules import StopRules
 
-MAX_PENDING_STATES = 256  # tokens whose states are kept for a row that drafts nothing, before the proposer has to read them
 ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its request
 # In place of a verdict's token: whose logits hold nan or inf; or that the request's own settings leave no token to sample.
 TARGET_NOT_FINITE = -1

@@ -1,4 +1,4 @@
-"""Token ids of a conversation, and which of them the target would generate.
+"""Token ids of a conversation and its loss mask: which of them the target would generate.
 
 These are the assistant's content or tool calls and the token that ends its turn. They are found by comparing renderings of
 growing prefixes of the conversation, not by patterns of a template.

@@ -1,4 +1,4 @@
-"""Records of the files in conf/: a class for each script's page and each group, with types and limits of the keys.
+"""Records of the files in conf/: for the top-level YAML of each script and for each group, types and limits of the keys.
 
 Defaults of a run are in the YAML files; those of a class are for the Python API. A key that only some choices of a group have
 is None where it is missing. The settings of methods and rejection schemes are in the schema of `--speculative-config`; their

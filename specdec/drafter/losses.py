@@ -1,4 +1,4 @@
-"""Losses of a draft distribution: soft cross-entropy to the target, KL, total variation, the likelihood of the data, or a mix.
+"""Distillation losses: soft cross-entropy to the target, KL, total variation, the likelihood of the data, or a mix.
 
 With p the target's distribution over the draft vocabulary (renormalised), q the draft's, and x the next token of the data:
     ce = -sum p log q        kl = sum p log(p / q)        tv = 1 - sum min(p, q)        nll = -log q(x)

@@ -1,7 +1,7 @@
 """What training asks of a drafter (`TrainableDrafter`), and the loss that all of them share (`UnrolledDrafter`).
 
-A family adds how its states come about (`unrolled`), which rows take part (`plan`), and which output layers read the states
-(`heads`). Rows, steps and their shape letters: `specdec.drafter.unroll`; losses and labels: `specdec.drafter.losses`.
+A method adds how its hidden states are computed (`unrolled`), which rows take part (`plan`), and which output layers read the
+states (`heads`). Rows, steps and their shape letters: `specdec.drafter.unroll`; losses and labels: `specdec.drafter.losses`.
 """
 
 from __future__ import annotations

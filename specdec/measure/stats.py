@@ -274,6 +274,11 @@ def predicted_speedup(all_stats: Sequence[RequestStats], verify_cost: Callable[[
     return float(emitted / (verify + draft))
 
 
+def efficiency(speedup: float | None, predicted: float | None) -> float | None:
+    """The speedup as a share of what the cost model predicts."""
+    return speedup / predicted if speedup and predicted else None
+
+
 # ---------------------------------------------------------------- under load
 
 

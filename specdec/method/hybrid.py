@@ -1,6 +1,6 @@
 """Several proposers in order: the first that drafts anything for a row makes its draft in this step.
 
-Looking up is free where the text repeats itself, and a trained drafter is there where it does not. The components decide by
+Looking up is free where the text repeats itself; a trained drafter covers the rest. The components decide by
 their own settings which rows they draft for: `prompt_lookup_min` of n-gram drafting, `min_score` of suffix decoding; a row that
 a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the
 target's distribution whatever the components.
@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec import method
-from specdec.core import Context, Draft, MethodFacts, Proposer, Request, StatelessProposer
-from specdec.engine import MAX_PENDING_STATES
+from specdec.core import MAX_PENDING_STATES, Context, Draft, MethodFacts, Proposer, Request, StatelessProposer
 from specdec.model.target import CausalLM
 
 

@@ -1,6 +1,6 @@
-"""The attention of a forward, as an object that models are handed: `write_kv` stores keys and values, `attend` reads them.
+"""The attention of a forward, as an object that is passed to the model: `write_kv` stores keys and values, `attend` reads them.
 
-It reaches a transformers model through the keyword argument `attention` of its forward, the door that transformers keeps for
+It reaches a transformers model through the keyword argument `attention` of its forward, the hook that transformers has for
 serving engines: `attention_interface` is registered as an attention implementation and calls the object. Our own drafter layers
 call it directly. This file, `contract.py` and `target.py` are the only ones that know the interface of transformers.
 

@@ -1,14 +1,14 @@
 """The slot cache, K and V as dense [rows, kv_heads, slots, head_dim] per layer, and the tokens that one forward adds to it.
 
-Three things about a token of a forward are apart: the slot that holds its K and V, its position (for RoPE and sliding
+Three things about a token of a forward are independent: the slot that holds its K and V, its position (for RoPE and sliding
 windows), and which other tokens it sees. Rolling back rejected tokens costs nothing: their slots are hidden from the next
 forward, which overwrites them. `specdec.model.attention` reads and writes the cache.
 
-In float32 and bfloat16 on a CPU `kernels.attend` computes every token by itself, but in long prompts. Elsewhere padding makes
-a row's numbers on the CPU the same bits in any batch (checked in tests/unit/test_target.py): torch's kernels take another path
-for fewer than 4 query rows, and sum the keys in another order when their count is not a multiple of 128, or leaves 256 (on AMD
-and Intel) or 384 (on Intel) over from blocks of 512. So query rows are padded to a multiple of 4, and slots to a multiple of
-512, or 128 more.
+In float32 and bfloat16 on a CPU `kernels.attend` computes every token by itself, except in long prompts. Elsewhere padding
+makes a row's numbers on the CPU the same bits in any batch (checked in tests/unit/test_target.py): torch's kernels take
+another path for fewer than 4 query rows, and sum the keys in another order when their count is not a multiple of 128, or
+leaves 256 (on AMD and Intel) or 384 (on Intel) over from blocks of 512. So query rows are padded to a multiple of 4, and slots
+to a multiple of 512, or 128 more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: weights in panels in one region of memory, and rows whose bits do not depend on the batch.
+"""Linear layers on a CPU: packed weights in one arena, and rows whose bits do not depend on the batch.
 
 A decoding step at batch 1 is little but the time to read the weights. torch's plain CPU path passes them to a BLAS that
 rearranges them in every call, reads them slowly where rows are few, and sums in an order that depends on the number of rows.
@@ -6,7 +6,7 @@ rearranges them in every call, reads them slowly where rows are few, and sums in
 in any batch, with a draft and without.
 
 bfloat16 has instructions of its own on some CPUs, which oneDNN uses; there `OneDnnLinear` holds the weights. Its sums run in
-the same order for every number of rows too, but with AMX, which `turn_amx_off` forbids.
+the same order for every number of rows too, except with AMX, which `turn_amx_off` forbids.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _numbers(
         plain_step_s = float(np.mean([t for s in plain_stats for t in s.verify_s])) if baseline else verify_s(1)
         model = stats.predicted_speedup(all_stats, lambda n: verify_s(n) / verify_s(1), plain_step_s)
         result["speedup_model"] = model
-        result["efficiency"] = result["speedup"] / model if result["speedup"] and model else None
+        result["efficiency"] = stats.efficiency(result["speedup"], model)
     return result
 
 
