@@ -125,6 +125,8 @@ class LLM:
         processes = distributed.join(args.tensor_parallel_size, choose_device(device))
         self.target = CausalLM(args.model, args.dtype, device, args.revision, processes)
         proposer, verifier = plan.build(self.target)
+        if not verifier.lossless:
+            print(f"note: rejection scheme {verifier.name} does not preserve the target's distribution", file=sys.stderr)
         self.engine = Engine(
             self.target,
             proposer,

@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pydantic import create_model
+
 from specdec import method, rejection
 from specdec.checked import Checked, short_repr
 from specdec.core import Policy, Proposer
@@ -46,12 +48,16 @@ POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verific
 UNIVERSAL_VALUES = {"draft_sample_method": "greedy", "use_heterogeneous_vocab": False, "draft_tensor_parallel_size": 1}
 
 
+_FIELDS: dict[str, Any] = {key: (kind | None, None) for key, kind in rejection.all_settings().items()}
+SchemeSettings: Any = create_model("SchemeSettings", __base__=Checked, **_FIELDS)  # what the schemes' `check` declares
+
+
 def scheme_keys() -> set[str]:
     """Keys of the rejection scheme."""
     return {"rejection_sample_method", *rejection.all_settings()}
 
 
-class SpeculativeConfig(Checked):
+class SpeculativeConfig(SchemeSettings, Checked):
     """The object of vLLM's `--speculative-config`, with its names, defaults and inference of an omitted `method`.
 
     A key whose feature is not built is an error. Keys that vLLM lacks:
@@ -95,8 +101,6 @@ class SpeculativeConfig(Checked):
     shared_storage_path: str | None = None
     include_output_tokens: bool | None = None
     rejection_sample_method: str = "standard"
-    synthetic_acceptance_rates: list[float] | None = None
-    synthetic_acceptance_length: float | None = None
 
     def __init__(self, **values: Any) -> None:
         if "tensor_parallel_size" in values:
@@ -225,8 +229,8 @@ class SpeculativeConfig(Checked):
             raise ValueError(f"method {name!r} drafts nothing, so {keys[0]} says nothing; leave it out")
         if auto and self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError("num_speculative_tokens=auto and num_speculative_tokens_per_batch_size both choose K; give one")
-        if auto and self.rejection_sample_method == "synthetic":
-            raise ValueError("num_speculative_tokens=auto: synthetic acceptance needs a number, which its rates are for")
+        if auto and rejection.has_fixed_length(scheme := self.rejection_sample_method):
+            raise ValueError(f"num_speculative_tokens=auto: {scheme} acceptance needs a number, which its settings are for")
         adaptive_verification = bool(self.enable_adaptive_verification)
         if self.cost_table is not None and not auto and not adaptive_verification:
             raise ValueError(

@@ -164,7 +164,7 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
             if is_users and not added:
                 raise ValueError(f"{key}= is written {parent}={{{last}: ...}}")
             if key not in known and not is_users:
-                raise ValueError(f"unknown key {key!r}; {_nearest_key(key, known)}")
+                raise ValueError(_of_another_choice(conf, key) or f"unknown key {key!r}; {_nearest_key(key, known)}")
     return composed[0]
 
 
@@ -249,6 +249,13 @@ def _keys_of_setting(key: str, value: Any, known: dict[str, bool]) -> Iterator[s
         return
     for name, inner in value.items():
         yield from _keys_of_setting(f"{key}.{name}", inner, known)
+
+
+def _of_another_choice(conf: Path, key: str) -> str | None:
+    """The error line for a key that another choice of its group has; None if none has it."""
+    group, _, name = key.partition(".")
+    takers = sorted(path.stem for path in (conf / group).glob("*.yaml") if name in OmegaConf.load(path))
+    return f"{key} is a key of {group}={' or '.join(takers)}; choose that, or leave the key out" if takers else None
 
 
 def _nearest_key(key: str, known: Iterable[str]) -> str:

@@ -1,10 +1,14 @@
 """Rejection schemes: each file is one scheme, named as vLLM's `rejection_sample_method`.
 
 A file has `lossless` (whether the output has the target's distribution), `keyed_by` ("step" or "position": what its uniforms
-are a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. `u[:, :K]` decide acceptance at
-draft positions 0..K-1 and `u[:, K]` samples the extra token by inverse CDF, whatever the row's own draft length is. A scheme
-with settings has `check(num_speculative_tokens, **settings)`, whose arguments they are: it refuses bad ones before a run and
-returns the `params` of `verify`; and, if some have no default, `EXAMPLE`, values of them for tests.
+are a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. p is what tokens are sampled from,
+after temperature, top-k, top-p and penalties: at temperature 0 it is one-hot. A lossless scheme accepts a token with p = 1: the
+engine relies on it where all rows are greedy. `u[:, :K]` decide acceptance at draft positions 0..K-1 and `u[:, K]` samples the
+extra token by inverse CDF, whatever the row's own draft length is.
+
+A scheme with settings has `check(num_speculative_tokens, **settings)`, whose arguments they are, with their types: they become
+keys of `SpeculativeConfig`. It refuses bad values before a run and returns the `params` of `verify`. If some have no default,
+`EXAMPLE` has values of them for tests. `fixed_length = True`: they are for one K, so K cannot be `auto`.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 from specdec.checked import nearest
 from specdec.core import Verdict
@@ -44,7 +48,11 @@ def find(name: str) -> Any:
         raise ValueError(f"rejection_sample_method 'fly' is not built yet; built: {', '.join(names())}")
     if name not in names():
         raise ValueError(f"unknown rejection_sample_method {name!r}; {nearest(name, names())}")
-    return importlib.import_module(f"{__name__}.{name}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    for attribute in ("lossless", "keyed_by", "verify"):
+        if not hasattr(module, attribute):
+            raise ValueError(f"{module.__file__} has no {attribute}, which every scheme has; add it ({__name__} lists them)")
+    return module
 
 
 def settings(name: str) -> list[str]:
@@ -53,9 +61,14 @@ def settings(name: str) -> list[str]:
     return list(inspect.signature(module.check).parameters)[1:] if hasattr(module, "check") else []
 
 
-def all_settings() -> set[str]:
-    """The settings of all schemes."""
-    return {key for name in names() for key in settings(name)}
+def all_settings() -> dict[str, Any]:
+    """The settings of all schemes, with their types."""
+    return {key: get_type_hints(find(name).check)[key] for name in names() for key in settings(name)}
+
+
+def has_fixed_length(name: str) -> bool:
+    """Whether the settings of a scheme are for one K."""
+    return getattr(find(name), "fixed_length", False)
 
 
 def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier:

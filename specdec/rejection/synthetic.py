@@ -15,6 +15,7 @@ from specdec.rejection.standard import is_drafted, verdict_of
 
 lossless = False
 keyed_by = "step"
+fixed_length = True
 EXAMPLE = {"synthetic_acceptance_length": 2.0}
 
 

@@ -79,7 +79,8 @@ def test_joint_distribution(case: tuple[str, dict[str, Any]], name: str, times: 
     drafted, accepted = (sum(sum(getattr(r.stats, key)) for r in requests) for key in ("drafted", "accepted"))
     assert (drafted > 0) == (case[0] not in ("none", "extract_hidden_states"))
     if drafted and case[1].get("model") != "same":
-        assert 0.05 < accepted / drafted < 0.95, "drafts that always stand, or never do, try little"
+        least = 0.05 if name in ("standard", "block", "match") else 0
+        assert least < accepted / drafted < 0.95, "drafts that always stand, or never do, try little"
 
 
 @TIMES
@@ -272,12 +273,16 @@ def test_acceptance_is_what_the_distributions_say() -> None:
 @pytest.mark.parametrize("name", schemes())
 @pytest.mark.parametrize("how", ["probabilistic", "greedy"])
 def test_a_drafter_that_is_the_target(how: str, name: str) -> None:
-    """Where q is p, everything is accepted if the drafter's cache is right at every step (but under match)."""
+    """Where q is p, everything is accepted if the drafter's cache is right at every step: at temperature 0, and by two schemes
+    at any."""
     temperature = 0.8 if how == "probabilistic" else 0.0
     params = SamplingParams(temperature=temperature, max_tokens=40)
     requests = decode(TABLE, drafts_of("same", TABLE, how), scheme(name), params, 40, rows=8)
     accepted = [r.stats.accepted == r.stats.drafted for r in requests]
-    assert all(accepted) == (temperature == 0 or name != "match")
+    if temperature == 0 or name in ("standard", "block"):
+        assert all(accepted)
+    if temperature > 0 and name == "match":
+        assert not all(accepted)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

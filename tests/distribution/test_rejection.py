@@ -980,7 +980,7 @@ def test_greedy_target_takes_the_longest_match(scheme: str, with_q: bool) -> Non
         longest = 0
         while longest < int(length_B[b]) and tokens[longest] == wanted[longest]:
             longest += 1
-        assert int(verdict.num_accepted_B[b]) == longest
+        assert int(verdict.num_accepted_B[b]) == longest, "a token with p = 1 is accepted, one with p = 0 is not"
         assert int(verdict.token_B[b]) == wanted[longest]
     fast = match.compare(draft, argmax_BJ)
     assert torch.equal(fast.num_accepted_B, verdict.num_accepted_B)

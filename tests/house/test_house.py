@@ -155,6 +155,16 @@ def test_the_settings_of_a_method_are_what_its_yaml_lists(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", rejection.names())
+def test_the_settings_of_a_scheme_are_what_its_yaml_lists(name: str) -> None:
+    """With the same defaults: one that the YAML leaves at null is the scheme's own."""
+    listed = read(CONF / "rejection" / f"{name}.yaml")
+    assert set(listed) - {"name"} == set(rejection.settings(name))
+    for key in rejection.settings(name):
+        default = inspect.signature(rejection.find(name).check).parameters[key].default
+        assert listed[key] in (None, default), f"{key} is {listed[key]} in the YAML, and {default} in check"
+
+
+@pytest.mark.parametrize("name", rejection.names())
 def test_a_scheme_says_what_it_is(name: str) -> None:
     module = importlib.import_module(f"specdec.rejection.{name}")
     assert isinstance(module.lossless, bool)

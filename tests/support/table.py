@@ -378,7 +378,8 @@ def schemes() -> list[str]:
 
 
 def scheme(name: str) -> Verifier:
-    return rejection.build(name, NUM_DRAFT, **_yaml(CONF / "rejection" / f"{name}.yaml")[1])
+    settings = _yaml(CONF / "rejection" / f"{name}.yaml")[1] | getattr(rejection.find(name), "EXAMPLE", {})
+    return rejection.build(name, NUM_DRAFT, **settings)
 
 
 def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: CausalLM) -> Proposer:

@@ -440,7 +440,10 @@ def test_the_target_under_other_names_is_always_right(name: str, temperature: fl
     requests = decode(TABLE, drafting, rejection.build(rule, num_draft), params, 40, rows=8)
     accepted = [r.stats.accepted == r.stats.drafted for r in requests]
     assert all(sum(r.stats.drafted) > 10 for r in requests)
-    assert all(accepted) == (temperature == 0 or rule != "match")
+    if temperature == 0 or rule in ("standard", "block"):
+        assert all(accepted)
+    if temperature > 0 and rule == "match":
+        assert not all(accepted)
 
 
 @HOW

@@ -110,7 +110,7 @@ def lossless_verdict(
     verifier: Verifier, greedy: bool, answered: dict[str, list[int]], plain: dict[str, list[int]] | None
 ) -> tuple[str, str]:
     """Whether the output is the target's: in a few characters, and in a line. Where the tokens must be those of plain decoding,
-    they are compared: when greedy, and under `match`.
+    they are compared: when greedy, and where uniforms are keyed by position.
 
     verifier: the rejection scheme.
     greedy: temperature 0.
@@ -119,7 +119,7 @@ def lossless_verdict(
     """
     if not verifier.lossless:
         return "NO", f"NO, {verifier.name} does not preserve the target's distribution"
-    if plain is None or not (greedy or verifier.name == "match"):
+    if plain is None or not (greedy or verifier.keyed_by == "position"):
         return "in distribution", f"yes, in distribution ({verifier.name})"
     num_equal = sum(answered[name] == plain[name] for name in answered)
     verdict = "yes" if num_equal == len(answered) else "NOT TOKEN FOR TOKEN"
