@@ -29,7 +29,8 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from specdec.compiled import compiled
 
 NONE = -1  # no node, no group, no position, or no token yet
 ROOT = 0
@@ -188,7 +189,7 @@ class Trie(NamedTuple):
     tally: Array
 
 
-@njit(cache=True)
+@compiled
 def _hash_slot(parent: int, token: int, size: int) -> int:
     """The slot of the hash table where the search for (parent, token) begins."""
     key = np.uint64(parent) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(token) * np.uint64(0xD6E8FEB86659FD93)
@@ -196,7 +197,7 @@ def _hash_slot(parent: int, token: int, size: int) -> int:
     return int(np.int64(((key >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)))
 
 
-@njit(cache=True)
+@compiled
 def _child(node_X: Array, slot_H: Array, parent: int, token: int) -> int:
     first = node_X[parent].first
     if first == NONE or node_X[first].next == NONE:
@@ -212,7 +213,7 @@ def _child(node_X: Array, slot_H: Array, parent: int, token: int) -> int:
     return NONE
 
 
-@njit(cache=True)
+@compiled
 def _find_slot(node_X: Array, slot_H: Array, child: int) -> int:
     at = _hash_slot(node_X[child].parent, node_X[child].token, len(slot_H))
     while slot_H[at] != child and slot_H[at] != NONE:
@@ -222,13 +223,13 @@ def _find_slot(node_X: Array, slot_H: Array, child: int) -> int:
     return at
 
 
-@njit(cache=True)
+@compiled
 def _hash_insert(node_X: Array, slot_H: Array, tally: Array, child: int) -> None:
     slot_H[_find_slot(node_X, slot_H, child)] = child
     tally[HASHED] += 1
 
 
-@njit(cache=True)
+@compiled
 def _hash_remove(node_X: Array, slot_H: Array, tally: Array, child: int) -> None:
     """Empty the child's slot and shift back those behind it that were pushed past it."""
     size = len(slot_H)
@@ -247,7 +248,7 @@ def _hash_remove(node_X: Array, slot_H: Array, tally: Array, child: int) -> None
     tally[HASHED] -= 1
 
 
-@njit(cache=True)
+@compiled
 def _new_node(node_X: Array, tally: Array, token: int, count: int, depth: int, ref: int) -> int:
     if tally[FREE] != NONE:
         v = tally[FREE]
@@ -267,14 +268,14 @@ def _new_node(node_X: Array, tally: Array, token: int, count: int, depth: int, r
     return v
 
 
-@njit(cache=True)
+@compiled
 def _free_node(node_X: Array, tally: Array, v: int) -> None:
     node_X[v].next = tally[FREE]
     tally[FREE] = v
     tally[LIVE] -= 1
 
 
-@njit(cache=True)
+@compiled
 def _open_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     """Put the child, which is in no group, into a new one."""
     if tally[GROUP_FREE] != NONE:
@@ -289,7 +290,7 @@ def _open_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None
     node_X[child].group = group
 
 
-@njit(cache=True)
+@compiled
 def _leave_group(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     """Take the child out of its group, before it moves among its siblings."""
     group = node_X[child].group
@@ -306,7 +307,7 @@ def _leave_group(node_X: Array, group_G: Array, tally: Array, child: int) -> Non
     node_X[child].group = NONE
 
 
-@njit(cache=True)
+@compiled
 def _unlink(node_X: Array, child: int) -> None:
     """Take a child out of the list of its siblings, of which there are some."""
     parent = node_X[child].parent
@@ -319,7 +320,7 @@ def _unlink(node_X: Array, child: int) -> None:
     node_X[after if after != NONE else node_X[parent].first].prev = before
 
 
-@njit(cache=True)
+@compiled
 def _link(node_X: Array, child: int, after: int) -> None:
     """Put a child into the list of its siblings, of which there are some, before `after`; NONE: at the end."""
     parent = node_X[child].parent
@@ -334,7 +335,7 @@ def _link(node_X: Array, child: int, after: int) -> None:
         node_X[before].next = child
 
 
-@njit(cache=True)
+@compiled
 def _add_child(node_X: Array, group_G: Array, slot_H: Array, tally: Array, parent: int, child: int) -> None:
     """Give a parent a child. If it has siblings its count is 1, and it is the last of them."""
     first = node_X[parent].first
@@ -358,7 +359,7 @@ def _add_child(node_X: Array, group_G: Array, slot_H: Array, tally: Array, paren
         _open_group(node_X, group_G, tally, child)
 
 
-@njit(cache=True)
+@compiled
 def _remove_child(node_X: Array, group_G: Array, slot_H: Array, tally: Array, child: int) -> None:
     parent = node_X[child].parent
     if node_X[child].group == NONE:
@@ -373,7 +374,7 @@ def _remove_child(node_X: Array, group_G: Array, slot_H: Array, tally: Array, ch
         _leave_group(node_X, group_G, tally, first)
 
 
-@njit(cache=True)
+@compiled
 def _replace(node_X: Array, group_G: Array, slot_H: Array, old: int, new: int) -> None:
     """Put `new`, whose label begins with the same token, where `old` is among its parent's children."""
     parent = node_X[old].parent
@@ -400,7 +401,7 @@ def _replace(node_X: Array, group_G: Array, slot_H: Array, old: int, new: int) -
     node_X[new].token = node_X[old].token
 
 
-@njit(cache=True)
+@compiled
 def _regroup(node_X: Array, group_G: Array, tally: Array, child: int, after: int, group: int, end: int) -> None:
     """Move a child, whose count has changed, among its siblings and into the group of its new count.
 
@@ -419,7 +420,7 @@ def _regroup(node_X: Array, group_G: Array, tally: Array, child: int, after: int
         group_G[group, end] = child
 
 
-@njit(cache=True)
+@compiled
 def _increment(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     """One more in the child's count, and its new place: as in `SuffixTreeReference.Node.increment`."""
     count = node_X[child].count + 1
@@ -440,7 +441,7 @@ def _increment(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
         _regroup(node_X, group_G, tally, child, child, NONE, HEAD)
 
 
-@njit(cache=True)
+@compiled
 def _decrement(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     """One less in the child's count, which is not 0 then, and its new place: as in `SuffixTreeReference.Node.decrement`."""
     count = node_X[child].count - 1
@@ -456,7 +457,7 @@ def _decrement(node_X: Array, group_G: Array, tally: Array, child: int) -> None:
     _regroup(node_X, group_G, tally, child, child if child == tail else after, new_group, HEAD)
 
 
-@njit(cache=True)
+@compiled
 def _add_end(node_X: Array, link_P: Array, start: int, v: int) -> None:
     """The suffix that begins at `start` ends at node v for now."""
     head = node_X[v].ends
@@ -468,7 +469,7 @@ def _add_end(node_X: Array, link_P: Array, start: int, v: int) -> None:
     node_X[v].ends = start
 
 
-@njit(cache=True)
+@compiled
 def _remove_end(node_X: Array, link_P: Array, start: int) -> None:
     """The suffix that begins at `start` no longer ends at its node."""
     after = link_P[start].next
@@ -481,7 +482,7 @@ def _remove_end(node_X: Array, link_P: Array, start: int) -> None:
         node_X[link_P[start].locus].ends = after
 
 
-@njit(cache=True)
+@compiled
 def _merge(node_X: Array, group_G: Array, slot_H: Array, tally: Array, v: int) -> None:
     """Merge v, where no suffix ends any more, into its only child, whose label grows upwards."""
     child = node_X[v].first
@@ -491,7 +492,7 @@ def _merge(node_X: Array, group_G: Array, slot_H: Array, tally: Array, v: int) -
     _free_node(node_X, tally, v)
 
 
-@njit(cache=True)
+@compiled
 def _advance(
     node_X: Array,
     group_G: Array,
@@ -545,7 +546,7 @@ def _advance(
     _add_end(node_X, link_P, start, child)
 
 
-@njit(cache=True)
+@compiled
 def _extend(
     node_X: Array,
     group_G: Array,
@@ -566,7 +567,7 @@ def _extend(
                 _advance(node_X, group_G, slot_H, token_P, link_P, tally, depth, start, at)
 
 
-@njit(cache=True)
+@compiled
 def _remove(
     node_X: Array,
     group_G: Array,
@@ -600,7 +601,7 @@ def _remove(
             _merge(node_X, group_G, slot_H, tally, lowest)
 
 
-@njit(cache=True)
+@compiled
 def _move(
     node_X: Array,
     group_G: Array,
@@ -632,7 +633,7 @@ def _move(
             v = node_X[v].parent
 
 
-@njit(cache=True)
+@compiled
 def _rehash(node_X: Array, group_G: Array, slot_H: Array, token_P: Array, link_P: Array, tally: Array, old_H: Array) -> None:
     """Put the nodes of a smaller hash table into the empty one."""
     for child in old_H:
@@ -640,7 +641,7 @@ def _rehash(node_X: Array, group_G: Array, slot_H: Array, token_P: Array, link_P
             slot_H[_find_slot(node_X, slot_H, child)] = child
 
 
-@njit(cache=True)
+@compiled
 def _locate(node_X: Array, slot_H: Array, token_P: Array, context: Array, match: int) -> int:
     """The node in whose label the last `match` tokens of the context end, or NONE."""
     first = len(context) - match
@@ -659,7 +660,7 @@ def _locate(node_X: Array, slot_H: Array, token_P: Array, context: Array, match:
     return v
 
 
-@njit(cache=True)
+@compiled
 def _speculate(
     node_X: Array,
     slot_H: Array,
@@ -715,7 +716,7 @@ def _speculate(
     return 1 - spare, length, float(score), match_len
 
 
-@njit(cache=True)
+@compiled
 def _counts(node_X: Array, slot_H: Array, token_P: Array, context: Array, match: int, draft: Array, count_J: Array) -> None:
     """Fill count_J with the occurrences of the match, then with each further token of the draft."""
     v = _locate(node_X, slot_H, token_P, context, match)

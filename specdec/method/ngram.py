@@ -7,10 +7,10 @@ up to K tokens that followed it there are the draft. Of several places the leftm
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from specdec import sampling
+from specdec.compiled import compiled
 from specdec.core import Context, Draft, MethodFacts, StatelessProposer, draft_from_lists
 
 
@@ -76,7 +76,7 @@ def find_match_reference(tokens: np.ndarray, low: int, high: int, latest: bool =
     return length
 
 
-@numba.njit(cache=True)
+@compiled
 def find_match(tokens: np.ndarray, low: int, high: int, latest: bool) -> int:
     """Index of the token after the best earlier occurrence; len(tokens) if there is none.
 
@@ -113,7 +113,7 @@ def count_followers_reference(tokens: np.ndarray, after: int, num_draft: int, hi
     return n, counts, totals
 
 
-@numba.njit(cache=True)
+@compiled
 def count_followers(tokens: np.ndarray, after: int, num_draft: int, high: int) -> tuple[int, np.ndarray, np.ndarray]:
     """The same in one pass."""
     length = len(tokens)

@@ -2,12 +2,15 @@
 
 A module is replaced by one that computes the same from fewer parts: a root mean square norm in one operation, the gated layers
 of an MLP as one product, queries, keys and values as one product, a decoder layer of such parts in one call. Nothing is known
-of an architecture but the names of its parts: a module that has them is tried, and replaced if both give the same results on
-random numbers, in float32. What is not recognised stays as it is. In bfloat16 a layer's result is rounded once, at its end.
+of an architecture but the names of its parts: a module that has them is tried, and replaced if it computes by the operations
+that such a module needs and by no other, and if both give the same results on random numbers, in float32. (Random numbers alone
+do not show what happens beyond a threshold.) What is not recognised stays as it is. In bfloat16 a layer's result is rounded
+once, at its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.model import kernels
 from specdec.model.attention import Attention, SlotAttention
 from specdec.model.kv import ForwardBatch, SlotCache
-from specdec.model.packed_linear import PackedLinear, can_pack
+from specdec.model.packed_linear import FOR_INFERENCE, PackedLinear, can_pack, is_inference
 
 TOLERANCE = 1e-5  # of the largest number: what rounding makes
+# Names of operations of aten that move numbers and change none, and of those that a module computes by.
+MOVES = {
+    "view", "_unsafe_view", "_reshape_alias", "reshape", "transpose", "t", "permute", "slice", "select", "split",
+    "split_with_sizes", "unbind", "unsqueeze", "squeeze", "expand", "cat", "stack", "clone", "copy", "_to_copy", "detach",
+    "alias", "as_strided", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
+NORM_OPERATIONS = {"pow", "mean", "add", "rsqrt", "mul"}
+MLP_OPERATIONS = {"silu", "gelu", "mul"}
+ATTENTION_OPERATIONS = {"mul", "add", "neg"}
+LAYER_OPERATIONS = {"add"}
 
 
 class FusedRMSNorm(nn.Module):
@@ -30,9 +44,10 @@ class FusedRMSNorm(nn.Module):
     def __init__(self, weight: Tensor, eps: float):
         super().__init__()
         self.weight = weight
-        self.eps = eps
+        self.eps = np.float32(eps)  # of the kernel's own type: it would compute in float64 with one of Python's
 
     def forward(self, x: Tensor) -> Tensor:
+        assert is_inference(x), FOR_INFERENCE
         width = len(self.weight)
         assert x.shape[-1] == width
         dtype = x.dtype
@@ -161,15 +176,19 @@ class FusedLayer(nn.Module):
             self.about[name] = value
         self.is_one_eps = len({norm.eps for norm in (norms | head_norms).values()}) == 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLayer:
-        return FusedLayer(copy.deepcopy(self.plain[0], memo), self.names)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FusedLayer, (self.plain[0], self.names)  # a copy has addresses of its own
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention: Attention | None = None, **more: Any
     ) -> Tensor:
+        assert is_inference(hidden_states), FOR_INFERENCE
         if isinstance(attention, SlotAttention) and self.can_take(position_embeddings, attention) and not kernels.use_threads():
             return self.compute(hidden_states, position_embeddings, attention)
-        return self.plain[0](hidden_states, position_embeddings=position_embeddings, attention=attention, **more)
+        # in float32 inside, as the kernel
+        x = hidden_states if attention is None else hidden_states.float()
+        out: Tensor = self.plain[0](x, position_embeddings=position_embeddings, attention=attention, **more)
+        return out.to(hidden_states.dtype)
 
     def compute(self, hidden_states: Tensor, position_embeddings: Any, attention: SlotAttention) -> Tensor:
         """By the kernel, with one thread."""
@@ -258,11 +277,11 @@ def fused_norm(plain: Any) -> FusedRMSNorm | None:
     eps = getattr(plain, "variance_epsilon", None) or getattr(plain, "eps", None)
     if not isinstance(eps, float) or not is_packable(weight) or weight.ndim > 1:
         return None
-    x = noise(2, 3, len(weight))
-    expected = in_float32(plain)(x)
+    inputs = [scale * noise(2, 3, len(weight)) for scale in (1, eps**0.5)]  # the second shows eps
+    expected = [computed(plain, NORM_OPERATIONS, x) for x in inputs]
     weight = weight.detach().float().clone()
     for candidate in (FusedRMSNorm(weight, eps), FusedRMSNorm(weight + 1, eps)):
-        if same(candidate(x), expected):
+        if all(same(candidate(x), y) for x, y in zip(inputs, expected, strict=True)):
             return candidate
     return None
 
@@ -274,9 +293,14 @@ def fused_mlp(plain: Any) -> FusedMLP | None:
     if joined is None or type(down) is not PackedLinear:
         return None
     x = noise(1, 3, joined.in_features)
-    expected = in_float32(plain)(x)
-    candidates = (FusedMLP(joined, down, activation) for activation in range(len(kernels.ACTIVATIONS)))
-    return next((candidate for candidate in candidates if same(candidate(x), expected)), None)
+    gates = joined(x)[..., : down.in_features].float()
+    inputs = [x, x * (2 / gates.std()).nan_to_num(posinf=1)]  # the second shows the activation
+    expected = [computed(plain, MLP_OPERATIONS, x) for x in inputs]
+    for activation in range(len(kernels.ACTIVATIONS)):
+        candidate = FusedMLP(joined, down, activation)
+        if all(same(candidate(x), y) for x, y in zip(inputs, expected, strict=True)):
+            return candidate
+    return None
 
 
 def fused_attention(plain: Any) -> FusedAttention | None:
@@ -293,11 +317,13 @@ def fused_attention(plain: Any) -> FusedAttention | None:
     far = torch.arange(3).unsqueeze(0) + 2**20  # where a layer that also scales by position shows it
     expected = RecordedAttention()
     actual = RecordedAttention()
-    try:
-        output = in_float32(plain)(**inputs, attention_mask=None, position_ids=far, attention=expected)[0]
-        fused = FusedAttention(plain, joined, expected.heads(rotary_width))
-        fused_output = fused(**inputs, attention=actual)[0]
-    except Exception:  # whatever a module does with arguments that it does not know: it stays as it is
+    more = {"attention_mask": None, "position_ids": far, "attention": expected}
+    output = computed(plain, ATTENTION_OPERATIONS, **inputs, **more)
+    if output is None or len(expected.tensors) != 3:
+        return None
+    fused = FusedAttention(plain, joined, expected.heads(rotary_width))
+    fused_output = computed(fused, None, **inputs, attention=actual)
+    if fused_output is None:
         return None
     is_same = actual.layers == expected.layers and actual.arguments == expected.arguments
     pairs = zip([*actual.tensors, fused_output], [*expected.tensors, output], strict=True)
@@ -349,13 +375,39 @@ def is_same_layer(fused: FusedLayer, plain: Any) -> bool:
     attention = SlotAttention(ForwardBatch(cache, 0, np.array([4, 0]), np.array([3, 2])))
     if not fused.can_take(cos_sin, attention):
         return False
-    try:
-        expected = in_float32(plain)(
-            x, position_embeddings=cos_sin, attention_mask=None, position_ids=None, attention=attention
-        )
-    except Exception:  # whatever a module does with arguments that it does not know: it stays as it is
+    more = {"position_embeddings": cos_sin, "attention_mask": None, "position_ids": None}
+    if computed(plain, LAYER_OPERATIONS, x, **more, attention=RecordedAttention()) is None:
         return False
-    return isinstance(expected, Tensor) and same(fused.compute(x, cos_sin, attention), expected)
+    expected = computed(plain, None, x, **more, attention=attention)
+    return same(fused.compute(x, cos_sin, attention), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        self.names.add(name.removesuffix("_"))
+        return function(*args, **(kwargs or {}))
+
+
+def computed(plain: Any, allowed: set[str] | None, *args: Any, **kwargs: Any) -> Tensor | None:
+    """What a module computes in float32, the first if it is several; None if it cannot be called so, or computes by other
+    operations than those that are allowed."""
+    operations = Operations()
+    try:
+        with operations if allowed is not None else contextlib.nullcontext():
+            result = in_float32(plain)(*args, **kwargs)
+    except Exception:  # whatever a module does with arguments that it does not know: it stays as it is
+        return None
+    if allowed is not None and operations.names - MOVES - allowed:
+        return None
+    first = result[0] if isinstance(result, tuple) else result
+    return first if isinstance(first, Tensor) else None
 
 
 def in_float32(module: Any) -> Any:
@@ -388,6 +440,6 @@ def is_packable(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and can_pack(tensor.dtype, tensor.device)
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two results differ by rounding only."""
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
+def same(a: Tensor, b: Tensor | None) -> bool:
+    """Whether there are two results, which differ by rounding only."""
+    return b is not None and a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())

@@ -28,9 +28,11 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, njit, prange, types
+from numba import carray, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from specdec.compiled import compiled
 
 KEY_BLOCK = 64  # slots whose keys are held near while all queries read them
 MAX_WIDTH = 256  # of keys and values that `attend` takes
@@ -43,8 +45,8 @@ AHEAD = 16 << 10  # bytes by which memory is asked for before it is read
 BLOCK = (64 << 10) // (4 * PANEL)  # columns of a panel that stay near while many tiles read them
 
 # error_model: a division that may be by zero would be a branch, and no loop with one becomes vector instructions
-compiled = njit(nogil=True, cache=True, error_model="numpy")
-compiled_for_threads = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+kernel = compiled(nogil=True, error_model="numpy")
+kernel_for_threads = compiled(nogil=True, error_model="numpy", parallel=True)
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(64)
@@ -163,25 +165,25 @@ def _pointer_to(typing: Any, address: Any, example: Any) -> Any:
     return types.CPointer(example)(types.int64, example), generate
 
 
-@compiled
+@kernel
 def _floats(address, count):
     """The float32 numbers at an address, as an array."""
     return carray(_pointer_to(address, np.float32(0)), count)
 
 
-@compiled
+@kernel
 def _keep(array):
     """Keeps an array up to this line: numba frees it after the last one that names it, and an address does not count."""
 
 
-@compiled
+@kernel
 def _rows_of_tile(num_rows):
     """8 rows are 4 and 4, not 6 and 2."""
     num_tiles = (num_rows + MAX_TILE - 1) // MAX_TILE
     return (num_rows + num_tiles - 1) // num_tiles
 
 
-@compiled
+@kernel
 def _tiles_of(x, num_rows, length):
     """The rows of each tile side by side: [tiles, length, rows of the tile], end to end. One address reaches all of them, and
     what is read together lies together."""
@@ -197,7 +199,7 @@ def _tiles_of(x, num_rows, length):
     return packed
 
 
-@compiled
+@kernel
 def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
     """x: address of the tiles. If there are many, columns are taken in blocks that stay near while all tiles are multiplied by
     them, as float32; a chain goes on where the block before has left it. Each tile asks for its share of the next block
@@ -232,7 +234,7 @@ def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
     _keep(buffer)
 
 
-@compiled
+@kernel
 def _widen(numbers, wide, count):
     """bfloat16 as float32, of which it is the upper half."""
     bits = carray(_pointer_to(numbers, np.uint16(0)), count)
@@ -241,7 +243,7 @@ def _widen(numbers, wide, count):
         wide_bits[i] = np.uint32(bits[i]) << np.uint32(16)
 
 
-@compiled
+@kernel
 def product(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     """y = x W^T + bias, by one thread.
 
@@ -261,7 +263,7 @@ def product(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     _keep(tiles)
 
 
-@compiled_for_threads
+@kernel_for_threads
 def product_by_threads(x, panels, bias, y, num_rows, length, num_panels, weight_size):
     """`product` by numba's threads, each of which takes a stretch of the panels."""
     tiles = _tiles_of(x, num_rows, length)
@@ -451,7 +453,7 @@ def _choose(builder: Any, number: Any, numbers: Iterable[int], emit: Callable[[i
     builder.position_at_end(done)
 
 
-@compiled
+@kernel
 def _exp(x):
     """e^x for x <= 0, to a unit in the last place or two (the polynomial of Cephes): without branches, so that a loop over it
     becomes vector instructions, and every number is computed alike."""
@@ -467,7 +469,7 @@ def _exp(x):
     return y * _as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@compiled
+@kernel
 def _softmax(score_S, scaling, softcap):
     """In place; a softcap of 0 is none."""
     count = len(score_S)
@@ -489,7 +491,7 @@ def _softmax(score_S, scaling, softcap):
         score_S[j] /= total
 
 
-@compiled
+@kernel
 def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """The tokens of one row, and the query heads that share a KV head. Keys and values are taken in blocks that stay in the
     nearest cache while all of these read them; what is added for one of them, and in which order, does not depend on others.
@@ -552,7 +554,7 @@ def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen
     _keep(score_QS)
 
 
-@compiled
+@kernel
 def _add_values(out, weights, values, count, width, size):
     """`_add_weighted` for values of any multiple of 16 numbers."""
     for chunk in range(0, width // LANES, 4):
@@ -562,7 +564,7 @@ def _add_values(out, weights, values, count, width, size):
         )
 
 
-@compiled
+@kernel
 def attend(query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """Attention of a forward's tokens over their rows' slots, by one thread.
 
@@ -579,7 +581,7 @@ def attend(query, query_stride, out, keys, values, sizes, rows, seen, scaling, s
         _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap)
 
 
-@compiled_for_threads
+@kernel_for_threads
 def attend_by_threads(query, query_stride, out, keys, values, sizes, rows, seen, scaling, softcap):
     """`attend` by numba's threads, each of which takes some rows and KV heads."""
     for pair in prange(len(rows[0]) * sizes[0]):
@@ -589,7 +591,7 @@ def attend_by_threads(query, query_stride, out, keys, values, sizes, rows, seen,
 # ---------------------------------------------------------------- small operations
 
 
-@compiled
+@kernel
 def rotate(heads, cos, sin, num_tokens, num_heads, width, rotary_width, stride):
     """Rotary embedding in place, as transformers has it: x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
 
@@ -610,7 +612,7 @@ def rotate(heads, cos, sin, num_tokens, num_heads, width, rotary_width, stride):
                 x_W[half + i] = high * cos_W[half + i] + low * sin_W[half + i]
 
 
-@compiled
+@kernel
 def rms_norm(x, weight, y, num_rows, width, eps):
     """y = weight x / sqrt(mean(x^2) + eps) of every row.
 
@@ -629,7 +631,7 @@ def rms_norm(x, weight, y, num_rows, width, eps):
             y_D[i] = weight_D[i] * (x_D[i] * scale)
 
 
-@compiled
+@kernel
 def gate(gate_up, out, num_rows, width, stride, activation):
     """act(gate) * up of every row.
 
@@ -652,7 +654,7 @@ def gate(gate_up, out, num_rows, width, stride, activation):
                 out_F[i] = x * _sigmoid(double) * up_F[i]
 
 
-@compiled
+@kernel
 def _sigmoid(x):
     e = _exp(-abs(x))
     return (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)
@@ -677,7 +679,7 @@ LAYER = np.dtype(
 )  # fmt: skip
 
 
-@compiled
+@kernel
 def layer(x, num_tokens, about, cos, sin, keys, values, num_slots, cache_size, row_N, slot_N, rows, seen):
     """A decoder layer in place: attention and a gated MLP, each with norms before or after it, added to what they read.
 
@@ -740,12 +742,12 @@ def layer(x, num_tokens, about, cos, sin, keys, values, num_slots, cache_size, r
         _keep(array)
 
 
-@compiled
+@kernel
 def _num_panels(num_rows):
     return (num_rows + PANEL - 1) // PANEL
 
 
-@compiled
+@kernel
 def _norm_or_copy(x, weight, y, num_rows, width, eps):
     if weight:
         rms_norm(x, weight, y, num_rows, width, eps)
@@ -753,7 +755,7 @@ def _norm_or_copy(x, weight, y, num_rows, width, eps):
         _floats(y, num_rows * width)[:] = _floats(x, num_rows * width)
 
 
-@compiled
+@kernel
 def _add_normed(x, added, weight, num_rows, width, stride, eps):
     """x += added, whose rows are `stride` numbers apart, normed in place if there is a weight."""
     for m in range(num_rows):
@@ -766,7 +768,7 @@ def _add_normed(x, added, weight, num_rows, width, stride, eps):
             x_D[i] += added_D[i]
 
 
-@compiled
+@kernel
 def _store(numbers, place, count, size):
     """Copy float32 into a cache, rounded to the nearest if it is of bfloat16."""
     number_W = _floats(numbers, count)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import llvmlite.binding
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from specdec.model import kernels
 from specdec.model.arena import Arena, padded
 
+FOR_INFERENCE = "packed and fused layers are for inference"
 ROWS_HINT = 8  # the number of rows that oneDNN optimises the layout for; it works for every other number
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -100,7 +101,7 @@ class PackedLinear(nn.Module):
         return self.panels[index // kernels.PANEL, :, index % kernels.PANEL]
 
     def forward(self, x: Tensor) -> Tensor:
-        assert not (x.requires_grad and torch.is_grad_enabled()), "a packed layer is for inference"
+        assert is_inference(x), FOR_INFERENCE
         num_rows = x.numel() // self.in_features
         x_MI = x.reshape(num_rows, self.in_features).float().contiguous()
         y_MO = x_MI.new_empty(num_rows, len(self.bias_of_panels))
@@ -202,6 +203,11 @@ def min_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
 Packed = PackedLinear | OneDnnLinear
 
 
+def is_inference(x: Tensor) -> bool:
+    """Whether nobody wants the gradient of x."""
+    return not (x.requires_grad and torch.is_grad_enabled())
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are packed linear layers for a dtype and a device."""
     return device.type == "cpu" and dtype in DTYPES
@@ -230,7 +236,7 @@ def num_panels(num_rows: int) -> int:
 def pack(module: nn.Module) -> None:
     """Replace every nn.Linear inside by a packed one, and an embedding that is tied to one by its rows. The plain weights are
     released as they are packed, unless something else holds them."""
-    layers = {id(child): child for child in module.modules() if type(child) is nn.Linear}
+    layers = {id(child): child for child in module.modules() if is_plain_linear(child)}
     in_panels = {key for key, layer in layers.items() if layer.weight.dtype != torch.bfloat16 or not has_bfloat16_products()}
     arena = Arena(sum(padded(panel_bytes(layers[key])) for key in in_panels))
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # of each layer, where the model has it
@@ -251,6 +257,12 @@ def pack(module: nn.Module) -> None:
             setattr(parent, name, packed)
     for parameter in module.parameters():  # small ones, each of which may hold the file that it was read from in memory
         parameter.data = parameter.data.clone()
+
+
+def is_plain_linear(child: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module multiplies by its weight and does nothing else: without a hook, or a forward of its own."""
+    is_hooked = child._forward_hooks or child._forward_pre_hooks or "forward" in vars(child)
+    return type(child) is nn.Linear and not is_hooked and can_pack(child.weight.dtype, child.weight.device)
 
 
 def panel_bytes(linear: nn.Linear) -> int:

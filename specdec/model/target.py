@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ def fastest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and not packed_linear.has_bfloat16_products() else torch.bfloat16
 
 
+LOADING = threading.Lock()  # transformers keeps what a load and a probe set in one place for all threads
+
+
 class CausalLM:
     """Weights, tokenizer and the facts about them that decoding needs.
 
@@ -110,7 +114,7 @@ class CausalLM:
         self.device = processes.device or choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
         packed_linear.turn_amx_off()
-        with processes.one_at_a_time():
+        with LOADING, processes.one_at_a_time():
             self.path = hub.resolve(self.name, revision)
             self.model = load_weights(self.path, self.dtype, self.device, processes)
             if packed_linear.can_pack(self.dtype, self.device):
@@ -124,7 +128,8 @@ class CausalLM:
                 "; beyond them a LongRoPE model rotates all positions of a forward by other factors, so a row would depend on "
                 "its batch mates"
             )
-        self.contract = check_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
+        with LOADING:
+            self.contract = check_contract(self.model, self.path, self.dtype, self.device, self.max_model_len)
         if packed_linear.can_pack(self.dtype, self.device) and self.contract.layers is not None:
             fused.fuse(self.contract.layers)
         self.vocab_size: int = self.contract.vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
 
 from specdec.model import arena, fused, kernels, packed_linear
 from specdec.model.attention import SlotAttention
@@ -329,37 +337,140 @@ def test_a_layer_in_one_call_is_that_of_its_parts(name: str, dtype: torch.dtype,
         assert gap < (1e-5 if dtype == torch.float32 else 2**-7)
 
 
+def llama_layer(kind: Any = LlamaDecoderLayer, change: Callable[[Any], Any] | None = None, **config: Any) -> Any:
+    """A small decoder layer that `change` has changed, in a list, packed and fused."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2} | config
+    llama_config = LlamaConfig(**sizes)
+    llama_config._attn_implementation = ATTENTION
+    torch.manual_seed(0)
+    root: Any = nn.ModuleList([kind(llama_config, 0).requires_grad_(False)])
+    if change is not None:
+        change(root[0])
+    packed_linear.pack(root)
+    fused.fuse(root)
+    return root[0]
+
+
+class Scaled(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, **kwargs) + 0.01 * hidden_states
+
+
+class Clamped(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, **kwargs).clamp(-1e3, 1e3)
+
+
 def test_a_layer_that_adds_up_otherwise_stays() -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    class Other(LlamaDecoderLayer):
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            return super().forward(hidden_states, **kwargs) + 0.01 * hidden_states
-
-    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
-    config._attn_implementation = ATTENTION
-    for kind in (LlamaDecoderLayer, Other):
-        root: Any = nn.ModuleList([kind(config, 0).requires_grad_(False)])
-        packed_linear.pack(root)
-        fused.fuse(root)
-        assert type(root[0]) is (fused.FusedLayer if kind is LlamaDecoderLayer else Other)
-        assert type(fused.plain_layer(root[0])) is kind
+    """Also where random numbers do not show it."""
+    assert type(llama_layer()) is fused.FusedLayer
+    assert type(fused.plain_layer(llama_layer())) is LlamaDecoderLayer
+    for kind in (Scaled, Clamped):
+        assert type(llama_layer(kind)) is kind
 
 
-def test_a_copied_layer_has_addresses_of_its_own() -> None:
+class ClampedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=1e3)) * self.up_proj(x))
+
+
+class EpsOutside(LlamaRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon))
+
+
+class NormOfTwo(LlamaRMSNorm):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) * y
+
+
+class ByPosition(LlamaAttention):
+    def forward(self, hidden_states: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        out, weights = super().forward(hidden_states, **kwargs)
+        assert position_ids is not None
+        return torch.where((position_ids % 7 == 3).unsqueeze(-1), 2 * out, out), weights
+
+
+def small_gates(layer: Any) -> None:
+    layer.mlp.gate_proj.weight *= 1e-3
+
+
+def other_part(name: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+    return lambda layer: setattr(layer, name, make(layer.self_attn.config))
+
+
+@pytest.mark.parametrize(
+    ("stays", "change", "config"),
+    [
+        ("mlp", other_part("mlp", ClampedMLP), {}),
+        ("mlp", small_gates, {"hidden_act": "gelu"}),  # and not the approximation, which is the same near 0
+        ("input_layernorm", other_part("input_layernorm", lambda config: EpsOutside(64, 1e-6)), {}),
+        ("self_attn", other_part("self_attn", lambda config: ByPosition(config, 0)), {}),
+        ("more", other_part("more", lambda config: NormOfTwo(64)), {}),
+    ],
+    ids=["mlp with a limit", "exact gelu", "norm", "attention by position", "norm of two"],
+)
+def test_a_part_that_computes_more_stays(stays: str, change: Callable[[Any], None], config: dict[str, Any]) -> None:
+    layer = llama_layer(change=change, **config)
+    assert type(layer) is LlamaDecoderLayer
+    assert not type(getattr(layer, stays)).__name__.startswith("Fused")
+
+
+def hooked(linear: nn.Linear) -> None:
+    linear.register_forward_hook(lambda module, args, out: 0.5 * out)
+
+
+def hooked_before(linear: nn.Linear) -> None:
+    linear.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+
+
+def patched(linear: nn.Linear) -> None:
+    forward = linear.forward
+    linear.forward = lambda x: 0.5 * forward(x)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_before, patched])
+def test_a_linear_layer_that_does_more_is_not_packed(change: Callable[[nn.Linear], None]) -> None:
+    plain = linear((64, 64))
+    x = torch.randn(3, 64)
+    root = nn.Sequential(plain)
+    change(plain)
+    expected = plain(x)
+    packed_linear.pack(root)
+    assert torch.equal(root(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_weights_of_another_type_are_not_packed(dtype: torch.dtype) -> None:
+    root = nn.Sequential(linear((64, 64), dtype), linear((64, 64)))
+    packed_linear.pack(root)
+    assert [type(layer) for layer in root] == [nn.Linear, PackedLinear]
+
+
+def test_layers_without_gradients_refuse_to_lose_them() -> None:
+    x = torch.randn(1, 2, 64, requires_grad=True)
+    layer = llama_layer()
+    for module in (layer, fused.plain_layer(layer).input_layernorm, packed(linear((64, 64)))):
+        with pytest.raises(AssertionError, match="for inference"):
+            module(x)
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"])
+def test_a_copied_layer_has_addresses_of_its_own(copied_by: Callable[[Any], Any]) -> None:
     layer: Any = CausalLM("tiny-llama", "float32", "cpu").layers[0]
-    copied = copy.deepcopy(layer)
+    copied = copied_by(layer)
     for name in ("qkv", "down", "norm_before_mlp"):
         assert copied.about[name] != layer.about[name]
     assert copied.about["hidden"] == layer.about["hidden"]
     assert copied.about["qkv"] == copied.plain[0].self_attn.qkv.panels.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("count", [3, 300])
-def test_threads_and_the_number_of_tokens_choose_the_kernel_of_a_layer(count: int, two_threads: None) -> None:
-    """With two threads, and in a prefill, the parts are called one by one; both come to the same."""
-    target = CausalLM("tiny-llama", "float32", "cpu")
+def test_threads_and_the_number_of_tokens_choose_the_kernel_of_a_layer(count: int, dtype: str, two_threads: None) -> None:
+    """With two threads, and in a prefill, the parts are called one by one; both come to the same bits, but for the attention of
+    a long prompt, which is torch's."""
+    target = CausalLM("tiny-llama", dtype, "cpu")
     logits = []
     for num_threads in (2, 1):
         torch.set_num_threads(num_threads)
@@ -368,3 +479,4 @@ def test_threads_and_the_number_of_tokens_choose_the_kernel_of_a_layer(count: in
         tokens = torch.arange(count) % 256
         logits.append(target.forward(cache, tokens, np.array([0]), np.array([count]), last_only=True).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert count == 300 or torch.equal(*logits)

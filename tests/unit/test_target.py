@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,11 @@ def test_layers_under_other_names_make_a_draft_model(name: str, tmp_path: Path) 
     assert torch.equal(
         draft.layers[0].state_dict()[key := next(iter(draft.layers[0].state_dict()))], target.layers[0].state_dict()[key]
     )
+
+
+def test_models_may_be_loaded_by_several_threads() -> None:
+    """transformers keeps what a load sets in one place."""
+    names = ["tiny-llama", "tiny-gemma3", "tiny-qwen3"] * 3
+    with ThreadPoolExecutor(3) as threads:
+        targets = list(threads.map(lambda name: CausalLM(name, "float32", "cpu"), names))
+    assert [target.name for target in targets] == names
