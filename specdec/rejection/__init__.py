@@ -52,6 +52,8 @@ def find(name: str) -> Any:
     for attribute in ("lossless", "keyed_by", "verify"):
         if not hasattr(module, attribute):
             raise ValueError(f"{module.__file__} has no {attribute}, which every scheme has; add it ({__name__} lists them)")
+    if module.keyed_by not in ("step", "position"):
+        raise ValueError(f"{module.__file__}: keyed_by={module.keyed_by!r} must be 'step' or 'position'")
     return module
 
 
@@ -77,5 +79,8 @@ def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier
     for key in sorted(set(params) - set(settings(name))):
         raise ValueError(f"rejection_sample_method={name!r} takes no {key}; remove it")
     if hasattr(module, "check"):
+        for key, parameter in list(inspect.signature(module.check).parameters.items())[1:]:
+            if parameter.default is parameter.empty and key not in params:
+                raise ValueError(f"rejection_sample_method={name!r} needs {key}; give it")
         params = module.check(num_speculative_tokens, **params)
     return Verifier(name, module.lossless, module.keyed_by, module.verify, params)

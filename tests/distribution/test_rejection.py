@@ -48,6 +48,7 @@ from support.distributions import (
     vectors,
     verdict_distribution,
 )
+from support.table import scheme as with_settings
 
 VECTORS = vectors()
 SCHEMES = ("standard", "block")
@@ -184,6 +185,21 @@ def test_chain_exactly_lossless(case: dict[str, Any], scheme: str) -> None:
     joint = completed_joint(chain_distribution(case["name"], scheme), p_table, vocab, length)
     assert case["schemes"][scheme]["output_is_target"]
     assert close(joint, target_joint(p_table, vocab, length))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", [name for name in LOSSLESS if MODULES[name].keyed_by == "step"])
+@parametrize("case", CHAIN_CASES)
+def test_every_scheme_is_exactly_lossless(case: dict[str, Any], name: str, deterministic: bool) -> None:
+    """For those that accept below a threshold of u_i alone."""
+    p_table = table(case["p"])
+    vocab = case["vocab"]
+    gamma = case["gamma"]
+    q_table = table(case["q"])
+    if deterministic:
+        q_table = {before: np.eye(vocab)[np.argmax(row)].tolist() for before, row in q_table.items()}
+    distribution = emitted_distribution(with_settings(name, gamma), p_table, q_table, vocab, gamma, deterministic)
+    assert close(completed_joint(distribution, p_table, vocab, gamma + 1), target_joint(p_table, vocab, gamma + 1))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -917,8 +933,10 @@ def ragged_batch(seed: int) -> tuple[Draft, Tensor, Tensor]:
 
 
 def verifiers() -> list[Any]:
+    """Of all schemes, for drafts of 4 tokens."""
     rates = [0.9, 0.7, 0.6, 0.2]
-    return [*map(build, LOSSLESS), build("synthetic", len(rates), synthetic_acceptance_rates=rates)]
+    others = [with_settings(name, len(rates)) for name in rejection.names() if name != "synthetic"]
+    return [*others, build("synthetic", len(rates), synthetic_acceptance_rates=rates)]
 
 
 @pytest.mark.parametrize("with_q", [False, True])
@@ -962,8 +980,8 @@ def test_nothing_drafted_is_plain_sampling(verify: Any) -> None:
 
 
 @pytest.mark.parametrize("with_q", [False, True])
-@pytest.mark.parametrize("scheme", LOSSLESS)
-def test_greedy_target_takes_the_longest_match(scheme: str, with_q: bool) -> None:
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_greedy_target_takes_the_longest_match(name: str, with_q: bool) -> None:
     """At temperature 0 every lossless scheme is the same function, and so is `match.compare`."""
     generator = torch.Generator().manual_seed(14)
     rows = 5_000
@@ -975,7 +993,7 @@ def test_greedy_target_takes_the_longest_match(scheme: str, with_q: bool) -> Non
     token_BK = torch.where(noise(generator, rows, num_draft) < 0.7, argmax_BJ[:, :-1], token_BK)
     length_B = torch.randint(num_draft + 1, (rows,), generator=generator)
     draft = Draft(token_BK, length_B, q_BKV if with_q else None)
-    verdict = build(scheme)(draft, one_hot(argmax_BJ, vocab), noise(generator, rows, num_draft + 1))
+    verdict = with_settings(name, num_draft)(draft, one_hot(argmax_BJ, vocab), noise(generator, rows, num_draft + 1))
     for b, (tokens, wanted) in enumerate(zip(token_BK.tolist(), argmax_BJ.tolist(), strict=True)):
         longest = 0
         while longest < int(length_B[b]) and tokens[longest] == wanted[longest]:
@@ -998,8 +1016,8 @@ def test_residual_without_mass_falls_back_to_p() -> None:
 
 
 @pytest.mark.parametrize("with_q", [False, True])
-@pytest.mark.parametrize("scheme", LOSSLESS)
-def test_token_without_mass_is_never_emitted(scheme: str, with_q: bool) -> None:
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_token_without_mass_is_never_emitted(name: str, with_q: bool) -> None:
     """Half of each distribution is 0 in turn, at uniforms of 0, just below 1, and between."""
     generator = torch.Generator().manual_seed(15)
     rows = 20_000
@@ -1015,7 +1033,7 @@ def test_token_without_mass_is_never_emitted(scheme: str, with_q: bool) -> None:
     edge_BJ = torch.randint(3, u_BJ.shape, generator=generator)
     u_BJ = torch.where(edge_BJ == 0, 0.0, torch.where(edge_BJ == 1, ALMOST_ONE, u_BJ))
     draft = Draft(token_BK, torch.full((rows,), num_draft), q_BKV if with_q else None)
-    verdict = build(scheme)(draft, p_BJV, u_BJ)
+    verdict = with_settings(name, num_draft)(draft, p_BJV, u_BJ)
     accepted_BK = torch.arange(num_draft) < verdict.num_accepted_B.unsqueeze(-1)
     p_BK = p_BJV[:, :-1].gather(-1, token_BK.unsqueeze(-1)).squeeze(-1)
     assert bool((p_BK[accepted_BK] > 0).all())
@@ -1023,15 +1041,15 @@ def test_token_without_mass_is_never_emitted(scheme: str, with_q: bool) -> None:
 
 
 @pytest.mark.parametrize("with_q", [False, True])
-@pytest.mark.parametrize("scheme", LOSSLESS)
+@pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_uniform_of_zero_does_not_accept_the_impossible(scheme: str, with_q: bool, position: int) -> None:
+def test_uniform_of_zero_does_not_accept_the_impossible(name: str, with_q: bool, position: int) -> None:
     """u < a with u = 0 and a = 0. What follows an impossible token cannot bring it back either."""
     p_BJV = double([[[0.5, 0.5, 0.0]] * 4])
     tokens = [0, 0, 0]
     tokens[position] = 2
     q_BKV = double([[[0.4, 0.3, 0.3]] * 3]) if with_q else None
-    verdict = build(scheme)(one_draft(tokens, q_BKV), p_BJV, torch.zeros(1, 4, dtype=torch.float64))
+    verdict = with_settings(name, 3)(one_draft(tokens, q_BKV), p_BJV, torch.zeros(1, 4, dtype=torch.float64))
     assert int(verdict.num_accepted_B) <= position
     assert int(verdict.token_B) != 2
 
@@ -1144,7 +1162,7 @@ def test_narrow_adversarial_distribution_sees_shared_noise(scheme: str) -> None:
     assert statistic > 5 * threshold
 
 
-def generate(scheme: str, keyed_by: str, p: list[float], q: list[float], num_tokens: int) -> Tensor:
+def generate(verify: rejection.Verifier, keyed_by: str, p: list[float], q: list[float], num_tokens: int) -> Tensor:
     """[B, num_tokens] through repeated steps of two draft tokens; p and q do not look at the context."""
     rows = 32_768
     num_draft = 2
@@ -1164,7 +1182,7 @@ def generate(scheme: str, keyed_by: str, p: list[float], q: list[float], num_tok
             u_BJ = uniforms(seed_B1, VERIFY, step, columns)
         token_BK = inverse_cdf(q_BKV, torch.from_numpy(uniforms(seed_B1, DRAFT, step, columns[:-1])))
         draft = Draft(token_BK, torch.full((rows,), num_draft), q_BKV)
-        verdict = build(scheme)(draft, p_BJV, torch.from_numpy(u_BJ))
+        verdict = verify(draft, p_BJV, torch.from_numpy(u_BJ))
         for k in range(num_draft):
             accepted_B = k < verdict.num_accepted_B
             token_BL[row_B[accepted_B], start_B[accepted_B] + k] = token_BK[accepted_B, k]
@@ -1188,10 +1206,11 @@ MANY_STEPS = {
 
 
 @pytest.mark.parametrize("distributions", MANY_STEPS)
-@pytest.mark.parametrize("scheme", LOSSLESS)
-def test_many_steps_keep_the_joint_distribution(scheme: str, distributions: str) -> None:
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_many_steps_keep_the_joint_distribution(name: str, distributions: str) -> None:
     p, q, num_tokens = MANY_STEPS[distributions]
-    token_BL = generate(scheme, build(scheme).keyed_by, p, q, num_tokens)
+    verify = with_settings(name, 2)
+    token_BL = generate(verify, verify.keyed_by, p, q, num_tokens)
     assert fits(token_BL, independent_joint(p, num_tokens), len(p))
 
 
@@ -1200,7 +1219,7 @@ def test_block_keyed_by_position_is_biased() -> None:
     them again in the next step. The other schemes stop looking at the first refusal.
     """
     p, q, num_tokens = MANY_STEPS["v4"]
-    assert not fits(generate("block", "position", p, q, num_tokens), independent_joint(p, num_tokens), len(p))
+    assert not fits(generate(build("block"), "position", p, q, num_tokens), independent_joint(p, num_tokens), len(p))
 
 
 # The chi-square rule itself

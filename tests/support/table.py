@@ -377,9 +377,10 @@ def schemes() -> list[str]:
     return [name for name in names if importlib.import_module(f"specdec.rejection.{name}").lossless]
 
 
-def scheme(name: str) -> Verifier:
+def scheme(name: str, num_draft: int = NUM_DRAFT) -> Verifier:
+    """With the settings of its YAML, and the values that it has for tests."""
     settings = _yaml(CONF / "rejection" / f"{name}.yaml")[1] | getattr(rejection.find(name), "EXAMPLE", {})
-    return rejection.build(name, NUM_DRAFT, **settings)
+    return rejection.build(name, num_draft, **settings)
 
 
 def proposer(case: tuple[str, dict[str, Any]], target: CausalLM, **drafters: CausalLM) -> Proposer:

@@ -23,6 +23,7 @@ from specdec.policy.cost_table import CostTable
 from specdec.policy.profiling import PaddedProposer
 from specdec.rejection import Verifier
 from support.methods import tiny
+from support.table import scheme
 
 CPU = torch.device("cpu")
 HEADS = 4
@@ -351,21 +352,16 @@ def test_what_takes_chains_refuses_a_tree(place: str, one_line: Callable[..., st
     one_line(REFUSED[place], place, "takes chains", "parent_BK", "use a method that drafts chains")
 
 
-def built(scheme: str) -> rejection.Verifier:
-    """A scheme with its own parameters, where it needs some."""
-    return rejection.build(scheme, 3, **getattr(rejection.find(scheme), "EXAMPLE", {}))
+@pytest.mark.parametrize("name", rejection.names())
+def test_a_scheme_for_chains_refuses_a_tree(name: str, one_line: Callable[..., str]) -> None:
+    one_line(lambda: scheme(name, 3)(TREE, P_BJV, U_BJ), f"rejection scheme {name}", "takes chains", "parent_BK")
 
 
-@pytest.mark.parametrize("scheme", rejection.names())
-def test_a_scheme_for_chains_refuses_a_tree(scheme: str, one_line: Callable[..., str]) -> None:
-    one_line(lambda: built(scheme)(TREE, P_BJV, U_BJ), f"rejection scheme {scheme}", "takes chains", "parent_BK")
-
-
-@pytest.mark.parametrize("scheme", rejection.names())
+@pytest.mark.parametrize("name", rejection.names())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_engine_refuses_a_tree_that_its_scheme_does(scheme: str, temperature: float, one_line: Callable[..., str]) -> None:
+def test_the_engine_refuses_a_tree_that_its_scheme_does(name: str, temperature: float, one_line: Callable[..., str]) -> None:
     """Also where all rows are greedy and the scheme is not asked."""
-    engine = Engine(tiny(), Fixed(), built(scheme))
+    engine = Engine(tiny(), Fixed(), scheme(name, 3))
     request = Request("0", [65, 66], SamplingParams(temperature=temperature, max_tokens=8))
     one_line(lambda: list(engine.run([request])), "takes chains")
 
