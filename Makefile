@@ -20,13 +20,22 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
-## make demo        train a short EAGLE-3 drafter for the embedded model; decode real prompts plainly, with n-gram, suffix and
-##                  EAGLE-3 speculation, and compare
+## make demo        a first look at n-gram and suffix speculation on real prompts; then a short EAGLE-3 drafter is trained for the
+##                  same model, and all three are compared
 demo: $(VENV)/.done
+	@echo "1 of 3: a first look, $(FIRST)"
+	$(RUN) eval/run.py -m method=ngram,suffix $(FIRST) out_dir=$(OUT)/first
+	$(RUN) eval/compare.py $(OUT)/first/[0-9]*/ --out $(OUT)/first
+	@echo "2 of 3: train an EAGLE-3 drafter (minutes)"
 	$(RUN) train/eagle.py model=llama train.max_steps=300 data.limit=420 out_dir=$(OUT)/drafter
-	$(RUN) eval/run.py -m method=none,ngram,suffix limit=18 sampling.max_tokens=64 out_dir=$(OUT)
-	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter limit=18 sampling.max_tokens=64 out_dir=$(OUT)/3-eagle3
-	$(RUN) eval/compare.py $(OUT)/[0-9]*/ --out $(OUT)
+	@echo "3 of 3: decode with it, and compare, $(SECOND)"
+	$(RUN) eval/run.py -m method=ngram,suffix $(SECOND) out_dir=$(OUT)/second
+	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter $(SECOND) out_dir=$(OUT)/second/2-eagle3
+	$(RUN) eval/compare.py $(OUT)/second/[0-9]*/ --out $(OUT)
+	@echo "next: a longer training, make drafter; what each run wrote is in $(OUT)"
+
+FIRST := limit=4 sampling.max_tokens=48
+SECOND := limit=9 sampling.max_tokens=64
 
 ## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo recipe, and its acceptance on the demo prompts
 drafter: $(VENV)/.done

@@ -57,7 +57,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
             console.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
     short = compare_report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
-    console.show(*compare_report.compare_tables(labelled))
+    console.show(*compare_report.compare_tables(labelled), *compare_report.verdicts(labelled))
     for name, summary in labelled.items():
         if summary["busy"]:
             console.show(f"{name}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
@@ -78,12 +78,15 @@ def difference(key: str, value: Any, other_value: Any, name: str, other: str) ->
 def read(directory: Path) -> dict[str, Any]:
     if not (directory / "summary.json").exists():
         raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
+    if (directory / "checkpoints").exists():
+        raise ValueError(f"{directory}: a training run; decode with it first: python eval/run.py checkpoint={directory}")
     keys = (
         *MUST_AGREE,
         *SPEED_DEPENDS_ON,
         "method",
         "num_speculative_tokens",
         "lossless_short",
+        "lossless_said",
         "environment",
         "busy",
         "overall",

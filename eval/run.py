@@ -66,7 +66,7 @@ def run(cfg: Eval) -> dict[str, Any]:
     verify_s = evaluate.verify_seconds(engine, files, min(cfg.max_batch_size, len(chosen)))
     if not processes.is_main:
         return {}
-    summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling) | {"resumed": cfg.resume}
+    summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
     records.write_json(out_dir / "summary.json", summary)
     max_draft = f"{'up to ' if policy else ''}{proposer.num_speculative_tokens}"
     title = f"{plan.method} (K={max_draft}, {plan.scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"

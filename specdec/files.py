@@ -1,4 +1,4 @@
-"""Reading JSON and writing files, with errors that name the file."""
+"""Reading JSON and writing files, with errors that name the file; and where the folders of the project are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from typing import Any
 from pydantic_core import from_json
 
 from specdec.checked import first_line
+
+
+def folder(name: str) -> Path:
+    """conf/, eval/ or train/: beside the package in a checkout, inside it where a wheel was installed (setup.py)."""
+    package = Path(__file__).resolve().parent
+    return package / name if (package / name).is_dir() else package.parent / name
 
 
 @contextlib.contextmanager

@@ -112,8 +112,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("SPECDEC_CACHE") or Path(base) / "specdec")
 
 
-def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """The local directory of a model. name: a directory, an embedded name, `tiny[-arch]`, `random-<shape>`, or a hub id.
+MODEL_INSTEAD = f"use model.path=DIR for a local copy, or the embedded default {DEFAULT!r}"
+DRAFTER_INSTEAD = "train one, or give its directory"
+
+
+def resolve(name: str | Path, revision: str | None = None, instead: str = MODEL_INSTEAD) -> Path:
+    """The local directory of a model.
+
+    name: a directory, an embedded name, `tiny[-arch]`, `random-<shape>`, or a hub id.
+    revision: of a hub id.
+    instead: what to do where the hub does not have it, for the error.
 
     Raises ValueError, one line, for anything else, and for the directory of an adapter.
     """
@@ -133,7 +141,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
-    return check_config(_from_hub(name, revision))
+    return check_config(_from_hub(name, revision, instead))
 
 
 def local(name: Any, what: str) -> Path:
@@ -238,7 +246,7 @@ def make_once(directory: Path, make: Any) -> Path:
     return directory
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, instead: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -248,22 +256,22 @@ def _from_hub(name: str, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
-    instead = f"use model.path=DIR for a local copy, or the embedded default {DEFAULT!r}"
+    mistake = f"{name!r} is no directory; as a hub model it"
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
-        raise ValueError(f"hub model {name!r} is gated: accept its licence on the hub and log in, or {instead}") from None
+        raise ValueError(f"{mistake} is gated: accept its licence on the hub and log in, or {instead}") from None
     except RevisionNotFoundError:
-        raise ValueError(f"hub model {name!r} has no revision {revision!r}") from None
+        raise ValueError(f"{mistake} has no revision {revision!r}") from None
     except LocalEntryNotFoundError:
-        raise ValueError(f"hub model {name!r}: the hub can't be reached and there is no cached copy; {instead}") from None
+        raise ValueError(f"{mistake} has no cached copy, and the hub can't be reached; {instead}") from None
     except HFValidationError:
         raise ValueError(f"model {name!r}: no such directory, and not a valid hub id (org/name); {instead}") from None
     except RepositoryNotFoundError:
-        raise ValueError(f"hub model {name!r} does not exist, or is private and you are not logged in; {instead}") from None
+        raise ValueError(f"{mistake} does not exist, or is private and you are not logged in; {instead}") from None
     except Exception as error:
-        raise ValueError(f"hub model {name!r}: the hub can't be reached ({type(error).__name__}); {instead}") from None
+        raise ValueError(f"{mistake} is not here: the hub can't be reached ({type(error).__name__}); {instead}") from None
 
 
 def _convert(name: str, directory: Path) -> None:

@@ -1,5 +1,6 @@
 """Every test runs torch on one thread: two on a busy machine are slower, and figures need a setting."""
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from specdec.model import packed_linear
 from support.errors import refused
 
 torch.set_num_threads(1)
+os.environ.pop("COLUMNS", None)  # tables are as in a file
 packed_linear.turn_amx_off()  # before a test of training allows it to decoding in the same process
 
 

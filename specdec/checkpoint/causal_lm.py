@@ -112,7 +112,7 @@ def find(name: str | Path, revision: str | None = None) -> Path:
     """The directory of a model: itself, `best` or else `last` of a training run, or whatever `hub.resolve` takes. Raises
     ValueError for a drafter of another method."""
     path = Path(name).expanduser()
-    directory = native.find(path) if path.is_dir() else hub.resolve(str(name), revision)
+    directory = native.find(path) if path.is_dir() else hub.resolve(str(name), revision, hub.DRAFTER_INSTEAD)
     method = _drafter_method(directory)
     if method is not None:
         raise ValueError(f"{directory} is a drafter of method {method!r}, and no causal LM; say method={method}")

@@ -214,7 +214,7 @@ def find(path: str | Path, revision: str | None = None) -> Path:
     if not directory.is_dir():
         if str(path).count("/") != 1 or str(path).startswith((".", "~", "/")):
             raise ValueError(f"checkpoint {path}: no such directory, and not a hub id (org/name)")
-        directory = hub.resolve(str(path), revision)
+        directory = hub.resolve(str(path), revision, hub.DRAFTER_INSTEAD)
     if (directory / "config.json").exists() or (directory / hub.ADAPTER).exists():
         return hub.check_config(directory)
     for name in ("best", "last"):

@@ -21,11 +21,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import MarkedYAMLError
 
-from specdec.config import command_line
-from specdec.files import write_atomically
+from specdec.config import command_line, help
+from specdec.files import folder, write_atomically
 from specdec.script import fail, one_line
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = folder("conf")
 
 
 def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
@@ -40,6 +40,9 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
     """
     typed = [word.partition("=")[0] for word in sys.argv[1:]]
     sys.argv[1:] += [word for word in defaults if word.partition("=")[0] not in typed]
+    if {"--help", "-h"} & set(typed):
+        print(help.of_page(CONF, page, run.__globals__["__doc__"], sys.argv[1:]))
+        return
     try:
         with _plain_errors():
             sys.argv[1:] = command_line.check(CONF, page, sys.argv[1:], partial(_record, page))

@@ -24,7 +24,7 @@ from specdec.files import parse_json
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _CONFIGS = ("job", "hydra", "all")
 _OPTIONS: dict[str, tuple[str, ...] | None] = {  # Hydra's own, with the values that they take
-    "--help": None, "-h": None, "--hydra-help": None, "--version": None, "--resolve": None, "--run": None, "-r": None,
+    "--help": None, "--hydra-help": None, "--version": None, "--resolve": None, "--run": None, "-r": None,
     "--multirun": None, "-m": None, "--cfg": _CONFIGS, "-c": _CONFIGS, "--info": _INFO, "-i": _INFO,
 }  # fmt: skip
 
@@ -254,8 +254,13 @@ def _keys_of_setting(key: str, value: Any, known: dict[str, bool]) -> Iterator[s
 def _of_another_choice(conf: Path, key: str) -> str | None:
     """The error line for a key that another choice of its group has; None if none has it."""
     group, _, name = key.partition(".")
-    takers = sorted(path.stem for path in (conf / group).glob("*.yaml") if name in OmegaConf.load(path))
+    takers = sorted(path.stem for path in (conf / group).glob("*.yaml") if name in _written(path))
     return f"{key} is a key of {group}={' or '.join(takers)}; choose that, or leave the key out" if takers else None
+
+
+def _written(path: Path) -> set[str]:
+    """The keys of a YAML file, also those that have no value yet."""
+    return {str(key) for key in OmegaConf.load(path)}
 
 
 def _nearest_key(key: str, known: Iterable[str]) -> str:

@@ -145,7 +145,7 @@ class Task(Checked):
     what: ClassVar[str] = "task key"
 
     name: str
-    path: PathText | None
+    path: PathText | None = None  # None: the demo's
 
     def load(self, limit: int | None) -> list[tasks.Task]:
         """The tasks, at most so many. Raises ValueError, one line, for a malformed file."""
@@ -158,7 +158,7 @@ class Data(Checked):
     what: ClassVar[str] = "data key"
 
     name: str
-    path: Text | None
+    path: Text | None = None  # None: the demo's
     split: Text
     max_length: Annotated[int, Field(ge=3, description="a number from 3 on (a token is supervised)")] | None
     limit: Count | None

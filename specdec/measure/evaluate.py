@@ -13,7 +13,7 @@ from specdec.measure.records import JsonlFile
 from specdec.measure.report import console
 from specdec.measure.report import run as run_report
 from specdec.measure.tasks import Task
-from specdec.params import SamplingParams
+from specdec.params import PLAIN, SamplingParams
 from specdec.policy import profiling
 
 
@@ -87,9 +87,12 @@ def summarize(
     rows = files[-1]
     plain = files[0] if len(passes) > 1 else None
     max_draft = engine.proposer.num_speculative_tokens
-    short, verdict = run_report.lossless_verdict(
-        engine.verifier, params.greedy, rows.answered, None if plain is None else plain.answered
-    )
+    if passes[-1].method == PLAIN:
+        short, verdict = "-", "this is plain decoding"
+    else:
+        short, verdict = run_report.lossless_verdict(
+            engine.verifier, params.greedy, rows.answered, None if plain is None else plain.answered
+        )
     category_of = {row["id"]: row["category"] for row in rows.rows}
     summary = {
         "num_speculative_tokens": max_draft,
@@ -98,6 +101,7 @@ def summarize(
         "lossless_said": verdict,
         "verify_cost": {n: verify_s(n) / verify_s(1) for n in range(1, max_draft + 2)},
         "plain_step_s": verify_s(1),
+        "resumed": any(file.is_of_several_processes for file in files),
         "environment": records.environment(),
         **run_report.summarize(rows.stats, {} if plain is None else plain.stats, category_of, verify_s),
     }
@@ -129,5 +133,5 @@ def notes(engine: Engine, summary: dict[str, Any]) -> list[str]:
             f"drafted, {coverage['share_of_vocabulary']:.1%} of the vocabulary"
         )
     if summary["resumed"]:
-        lines.append("note: resumed: times are of several processes; a tree of responses began cold, so drafts may differ")
+        lines.append("note: resumed: times are of several processes, and what a method learns from earlier answers began anew")
     return lines

@@ -172,6 +172,7 @@ class JsonlFile:
         self._keep = keep
         if path.exists():
             self._recover()
+        self.num_recovered = len(self.rows)
         self._file = path.open("a", encoding="utf-8")
 
     def _recover(self) -> None:
@@ -202,6 +203,10 @@ class JsonlFile:
     @property
     def stats(self) -> dict[str, RequestStats]:
         return {row["id"]: stats_of(row) for row in self.rows}
+
+    @property
+    def is_of_several_processes(self) -> bool:
+        return 0 < self.num_recovered < len(self.rows)
 
     def add(self, row: dict[str, Any]) -> None:
         if self._keep:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,11 +101,13 @@ def load(path: str, available: dict[str, Any]) -> Any:
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"model={path!r} of custom_class must be a dotted path, 'package.module.Class'")
+    if os.getcwd() not in sys.path:  # a script has its own folder there, and not the one that it was started in
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ValueError(
-            f"custom_class: cannot import {module_name!r} ({first_line(error)}); is its folder in PYTHONPATH?"
+            f"custom_class: cannot import {module_name!r} ({first_line(error)}); is its folder this one, or in PYTHONPATH?"
         ) from error
     if not hasattr(module, class_name):
         raise ValueError(f"custom_class: module {module_name!r} has no class {class_name!r}")

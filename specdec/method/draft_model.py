@@ -72,8 +72,11 @@ class Architecture(Checked):
             if count > num_layers:
                 raise ValueError(f"train.drafter.num_hidden_layers={count}: {target.name} has {num_layers}")
             return list(range(count))
+        ids = [layer + num_layers if layer < 0 else layer for layer in ids]
         if not ids or sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < num_layers:
-            raise ValueError(f"train.drafter.layer_ids={ids} must be ascending layers of {target.name}, 0..{num_layers - 1}")
+            raise ValueError(
+                f"train.drafter.layer_ids={self.layer_ids} must be ascending layers of {target.name}, 0..{num_layers - 1}"
+            )
         return ids
 
 

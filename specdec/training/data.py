@@ -42,8 +42,13 @@ TEXT_COLUMNS = frozenset(("messages", "conversations", "prompt", "response", "te
 
 @dataclass
 class Loaded:
-    """What a source holds. skipped: how many rows are left out, by reason; skipped_at: where they are; unused: how many rows
-    have a field that nothing reads; num_merged: as in `Rendered`."""
+    """What a source holds.
+
+    skipped: how many rows are left out, by reason; skipped_at: where they are.
+    unused: how many rows have a field that nothing reads.
+    num_merged: as in `Rendered`.
+    is_retokenized: its tokens are not the target's tokenizer's, so its conversations were taken instead.
+    """
 
     samples: list[Sample] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -51,6 +56,7 @@ class Loaded:
     header: dict[str, Any] | None = None
     unused: Counter[str] = field(default_factory=Counter)
     num_merged: int = 0
+    is_retokenized: bool = False
 
     def skip(self, where: str, reason: str) -> None:
         self.skipped[reason] += 1
@@ -66,6 +72,8 @@ class Loaded:
     def notes(self) -> list[str]:
         """A line for each kind of thing in the source that does not train."""
         notes = []
+        if self.is_retokenized:
+            notes.append("the tokens of the data are another tokenizer's, so its conversations were tokenized again")
         if self.skipped:
             notes.append(f"{self.skipped.total()} rows were left out: {self.skipped_note}")
         if self.unused:
@@ -153,6 +161,10 @@ def load(
             loaded.header = row["header"]
             continue
         num_rows += 1
+        if num_rows == 1 and loaded.header is not None:
+            loaded.is_retokenized = not _reads(tokenizer, row)
+        if loaded.is_retokenized and isinstance(row, dict):
+            row = {key: value for key, value in row.items() if key not in ("input_ids", "loss_mask")}
         try:
             rendered, unused = _rendered_row(row, tokenizer, vocab_size, max_length, eos_token_ids, template_kwargs)
         except ValueError as error:
@@ -293,6 +305,17 @@ def _rendered_row(
             raise
         rendered = [render_turns(conversation.messages, [index], template) for index in turns]
     return [part.truncated(max_length) for part in rendered], conversation.unused
+
+
+def _reads(tokenizer: Any, row: Any) -> bool:
+    """Whether the token ids of a row that train/prepare.py wrote are this tokenizer's: they hold what its messages say."""
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        return True
+    try:
+        text = tokenizer.decode(row["input_ids"])
+        return any(message["content"].strip() in text for message in row["messages"] if message.get("content"))
+    except Exception:  # whatever a tokenizer does with ids that it does not have
+        return False
 
 
 def _plain_pair(messages: Sequence[Message], tokenizer: Any) -> Rendered:

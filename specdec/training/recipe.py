@@ -268,7 +268,7 @@ def new_drafter(
         return same_drafter(checkpoint, drafter_class, target, architecture)
     size = architecture.get("draft_vocab_size")
     vocab_ids = None
-    if size is not None and size != target.vocab_size:
+    if size is not None and size < target.vocab_size:
         vocab_ids = draft_vocabulary(samples, size, target.vocab_size)
     return drafter_class.init_checkpoint(target, architecture, recipe.init, vocab_ids, cfg.seed)
 

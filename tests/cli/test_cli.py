@@ -262,7 +262,7 @@ TYPOS = [
     (("method.num_speculativ_tokens=4",), "did you mean 'method.num_speculative_tokens'?"),
     (("method=hybrid", "method.proposers.0.prompt_lookup_mn=3"), "did you mean 'method.proposers.0.prompt_lookup_min'?"),
     (("method=hybrid",), "proposers[1]: it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)"),
-    (("method=suffix", "method.prompt_lookup_max=3"), "unknown key 'method.prompt_lookup_max'"),
+    (("method=suffix", "method.prompt_lookup_max=3"), "method.prompt_lookup_max is a key of method=ngram or ngram_gpu"),
     (("rejection=synthetic", "rejection.synthetic_acceptence_length=2"), "synthetic_acceptance_length'?"),
     (("model.architectur=gemma3",), "did you mean 'model.architecture'?"),
     (("model.architecture=lama",), "did you mean 'llama'?"),
@@ -571,6 +571,35 @@ def test_the_table_of_a_sweep_can_be_read(sweeps: list[Path], tmp_path: Path, cl
     assert len(lines) == 12, "then speed, then the categories"
 
 
+def test_help_has_what_the_yaml_says(cli: Cli) -> None:
+    """Of the choices on the command line, and of this script's groups only."""
+    done = cli("run", "method=suffix", "--help")
+    assert done.code == 0, done.err
+    assert done.out.startswith("Decode a task with a method under a rejection scheme")
+    assert "[suffix]" in done.out
+    assert "max_batch_size: 1         # rows decoded together" in done.out
+    assert "Keys of method=suffix (method.KEY=value):" in done.out
+    assert "suffix_decoding_max_tree_depth" in done.out
+    assert "prompt_lookup_min" not in done.out
+    assert "ttt_steps" not in done.out
+    assert "hydra:" not in done.out
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_tables_fit_the_terminal(
+    columns: int, sweeps: list[Path], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is too wide is stacked, and no number is cut."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = cli("compare", *sweeps, "--out", tmp_path / "both")
+    assert "…" not in done.out
+    tables = done.out.split("\none/0-none: ")[0] if columns < 160 else done.out
+    assert max(map(len, tables.splitlines())) <= max(columns, 70)
+    for summary in (json.loads((path / "summary.json").read_text()) for path in sweeps):
+        assert f"{summary['overall']['decode_tokens_per_s']:.1f}" in done.out
+    assert done.out.count("one/1-ngram") >= (5 if columns == 80 else 4)
+
+
 def test_a_sweep_leaves_nothing_where_it_was_called(sweeps: list[Path]) -> None:
     assert {path.name for path in sweeps[0].parents[1].iterdir()} == {"one", "two"}
 
@@ -696,7 +725,7 @@ KINDS = [
     (("run", "--cfg", "nope"), "--cfg=nope: use one of job, hydra, all"),
     (("run", "model.path=''"), "model.path='' must be text"),
     (("run", "model.path=5"), "model.path=5 must be text"),
-    (("run", "task.path=[a]"), "task.path=['a'] must be the path of a file"),
+    (("run", "task=jsonl", "task.path=[a]"), "task.path=['a'] must be the path of a file"),
     (("run", "seed=1180591620717411303424"), "seed=1180591620717411303424 must be a number, an integer of 64 bits"),
     (("run", "num_threads=1000000"), "num_threads=1000000"),
     (("run", "sampling.skip_special_tokens=1"), "sampling.skip_special_tokens=1: input should be a valid boolean"),

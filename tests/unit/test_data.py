@@ -1328,6 +1328,21 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
+def test_tokens_of_another_tokenizer_are_not_taken(chatml: Any, tmp_path: Path) -> None:
+    """Of a file that train/prepare.py wrote for another target: ids that are in range, and another text."""
+    rows = [{"id": f"r{i}", "messages": [user("Quite so?"), assistant(f"Answer {i}.")]} for i in range(3)]
+    sources = load(write(tmp_path / "text.jsonl", rows), chatml, VOCAB).samples
+    for shift, is_retokenized in ((0, False), (1, True)):
+        tokens = [
+            row | {"input_ids": ((sample.token_n + shift) % VOCAB).tolist(), "loss_mask": sample.mask_n.astype(int).tolist()}
+            for row, sample in zip(rows, sources, strict=True)
+        ]
+        loaded = load(write(tmp_path / f"{shift}.jsonl", [{"header": {"target": "x"}}, *tokens]), chatml, VOCAB)
+        assert loaded.is_retokenized == is_retokenized
+        assert any("another tokenizer" in note for note in loaded.notes) == is_retokenized
+        assert [sample.token_n.tolist() for sample in loaded.samples] == [sample.token_n.tolist() for sample in sources]
+
+
 @pytest.mark.embedded
 def test_the_demo_is_what_its_header_says() -> None:
     """Of the embedded model, large enough to train on, and rendered as evaluation renders it."""

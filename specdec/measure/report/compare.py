@@ -18,6 +18,16 @@ def compare_tables(runs: dict[str, dict[str, Any]]) -> list[Table]:
     return [_acceptance_table(runs), _speed_table(runs), _category_table(runs)]
 
 
+def verdicts(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """A line per run: how much faster than plain decoding, and whether the outputs are the same."""
+    lines = []
+    for name, summary in runs.items():
+        speedup = summary["overall"]["speedup"]
+        gain = "no baseline" if speedup is None else f"{speedup:.2f}x the speed of plain decoding"
+        lines.append(f"{name}: {gain}; lossless: {summary['lossless_said']}")
+    return lines
+
+
 def _acceptance_table(runs: dict[str, dict[str, Any]]) -> Table:
     several_schemes = len({summary["rejection"] for summary in runs.values()}) > 1
     heads = ["MAL", "tokens/step", *(["rejection"] if several_schemes else []), "lossless"]

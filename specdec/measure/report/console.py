@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-MIN_WIDTH = 160  # of output that is no terminal, such as a file
+from specdec.measure.report.table import fitted
+
+FILE_WIDTH = 160  # of output that is no terminal, unless COLUMNS says another
 
 
 def _progress(before: str | None, after: str | None, visible: bool = True) -> Progress:
@@ -66,7 +70,8 @@ def training_progress(
 def show(*parts: Any) -> None:
     """Print tables and lines."""
     console = Console(highlight=False, markup=False)  # a user's words may look like markup
-    if not console.is_terminal:
-        console.width = max(console.width, MIN_WIDTH)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = FILE_WIDTH
     for part in parts:
-        console.print(part)
+        for piece in fitted(part, console) if isinstance(part, Table) else [part]:
+            console.print(piece, soft_wrap=isinstance(piece, str))

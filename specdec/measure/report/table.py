@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.box import SIMPLE
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
 
 
 def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: str | None = None) -> Table:
@@ -23,6 +28,44 @@ def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: st
     for head in right:
         table.add_column(head, justify="right")
     return table
+
+
+def fitted(table: Table, console: Console) -> list[Any]:
+    """The table; or, where it is wider than the console, its columns in several tables, each of which begins with the first
+    column. Heads are wrapped between words; numbers are never cut. Then the caption, as wide as the console."""
+    caption = [] if table.caption is None else [Text(str(table.caption), style="dim")]
+    table.caption = None
+    if Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width:
+        return [table, *caption]
+    pieces: list[list[Column]] = [[]]
+    for column in table.columns[1:]:
+        if pieces[-1] and sum(map(_width, [table.columns[0], *pieces[-1], column])) > console.width:
+            pieces.append([])
+        pieces[-1].append(column)
+    tables = [_with_columns([table.columns[0], *piece], table) for piece in pieces]
+    tables[0].title = table.title
+    return [*tables, *caption]
+
+
+def _width(column: Column) -> int:
+    """Of a column with its padding, if its head is wrapped between words."""
+    return _inner_width(column) + 3
+
+
+def _inner_width(column: Column) -> int:
+    return max(map(cell_len, [*str(column.header).split(), *map(str, column.cells)]), default=0)
+
+
+def _with_columns(columns: Sequence[Column], table: Table) -> Table:
+    """A table of these columns, no wider than they need to be, without a title."""
+    piece = new_table("", (), ())
+    piece.title = None
+    for column in columns:
+        piece.add_column(column.header, justify=column.justify, width=_inner_width(column))
+    lines = zip(*(column.cells for column in columns), strict=True)
+    for row, line in zip(table.rows, lines, strict=True):
+        piece.add_row(*line, style=row.style, end_section=row.end_section)
+    return piece
 
 
 def number(value: float | None, digits: int = 2, suffix: str = "") -> str:

@@ -1,0 +1,75 @@
+"""`specdec NAME ...` is `python eval/NAME.py ...` or `python train/NAME.py ...`, from any directory.
+
+specdec eval method=suffix           eval/run.py
+specdec train eagle model=llama      train/eagle.py; also mtp, mlp, draft_model, pard
+specdec compare RUN RUN              every other script by its own name
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from specdec import __version__, script
+from specdec.files import folder
+
+EVAL = "eval"  # the name of eval/run.py here
+
+
+def main() -> None:
+    """The command."""
+    with script.one_line():
+        words = sys.argv[1:]
+        if not words or words[0] in ("-h", "--help"):
+            print(usage())
+            return
+        if words[0] == "--version":
+            print(f"specdec {__version__}")
+            return
+        path, rest = chosen(words)
+    sys.argv[:] = [str(path), *rest]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def chosen(words: list[str]) -> tuple[Path, list[str]]:
+    """The script that a command line means, and its arguments. Raises ValueError for none."""
+    from specdec.checked import nearest
+
+    first, *rest = words
+    if first == "train":
+        scripts = scripts_of("train")
+        if not rest or rest[0] not in scripts:
+            name = rest[0] if rest else ""
+            raise ValueError(f"specdec train {name}: no such script; {nearest(name, scripts)}")
+        return scripts[rest[0]], rest[1:]
+    scripts = scripts_of("train") | scripts_of("eval")
+    if first not in scripts:
+        raise ValueError(f"specdec {first}: no such command; {nearest(first, [*scripts, 'train'])}")
+    return scripts[first], rest
+
+
+def scripts_of(room: str) -> dict[str, Path]:
+    """The scripts of eval/ or train/, by the names that the command has for them."""
+    names = {path.stem: path for path in sorted(folder(room).glob("*.py"))}
+    if room == "eval":
+        names[EVAL] = names.pop("run")
+    return names
+
+
+def usage() -> str:
+    """All commands, with the first sentence of each script."""
+    lines = ["specdec COMMAND [key=value ...]", ""]
+    for room, prefix in (("eval", ""), ("train", "train ")):
+        lines += [f"  {prefix + name:20} {first_sentence(path)}" for name, path in sorted(scripts_of(room).items())]
+    return "\n".join([*lines, "", "specdec COMMAND --help lists its keys; docs: README.md"])
+
+
+def first_sentence(path: Path) -> str:
+    """Of a script's docstring, cut to a line."""
+    text = " ".join(path.read_text().split('"""')[1].split("\n\n")[0].split())
+    return text.split(". ")[0].split(": ")[0].rstrip(".")[:56]
+
+
+if __name__ == "__main__":
+    main()
