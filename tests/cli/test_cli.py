@@ -593,11 +593,10 @@ def test_tables_fit_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     done = cli("compare", *sweeps, "--out", tmp_path / "both")
     assert "…" not in done.out
-    tables = done.out.split("\none/0-none: ")[0] if columns < 160 else done.out
-    assert max(map(len, tables.splitlines())) <= max(columns, 70)
+    tables = done.out.split("\none/0-none: ")[0]
+    assert max(map(len, tables.splitlines())) <= columns
     for summary in (json.loads((path / "summary.json").read_text()) for path in sweeps):
         assert f"{summary['overall']['decode_tokens_per_s']:.1f}" in done.out
-    assert done.out.count("one/1-ngram") >= (5 if columns == 80 else 4)
 
 
 def test_a_sweep_leaves_nothing_where_it_was_called(sweeps: list[Path]) -> None:
