@@ -69,6 +69,8 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
 
 def difference(key: str, value: Any, other_value: Any, name: str, other: str) -> str:
     """The values of a key in two runs; of two mappings, only the entries that differ."""
+    if key == "prompts":  # whose value is a hash
+        return f"{name} and {other} decoded different prompts (task, file or limit)"
     if isinstance(value, dict) and isinstance(other_value, dict):
         entries = [k for k in {**value, **other_value} if value.get(k) != other_value.get(k)]
         value, other_value = ({k: side.get(k) for k in entries} for side in (value, other_value))

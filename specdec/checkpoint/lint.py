@@ -26,7 +26,7 @@ ENGINES = {
     "vllm": "vLLM 0.32, 0.33",
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators 0.9",
-    "vllm_0_32": "vLLM <= 0.32 (MLP)",  # for the MLP speculator alone, which later ones do not have
+    "vllm_0_32": "vLLM <= 0.9.2 (MLP)",  # which ran the MLP speculator; its class stayed up to 0.32
 }
 ALL_ENGINES = tuple(ENGINES)
 CURRENT_ENGINES = ("vllm", "sglang", "speculators")

@@ -26,6 +26,7 @@ from specdec.files import folder, write_atomically
 from specdec.script import fail, one_line
 
 CONF = folder("conf")
+OmegaConf.register_new_resolver("target", command_line.target_name, replace=True)
 
 
 def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:

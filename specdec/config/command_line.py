@@ -73,6 +73,11 @@ def directory_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)
 
 
+def target_name(name: str, path: object) -> str:
+    """What runs of a target are called: the choice of the group, or the last part of the path that was given instead."""
+    return name if path is None else directory_name(Path(str(path)).name)
+
+
 def _options_and_settings(words: list[str]) -> tuple[list[str], list[str]]:
     """The words that are Hydra's own options, and the settings. Raises ValueError for an option that Hydra lacks, or one of its
     own that would lead past the checks here."""
@@ -223,8 +228,8 @@ def _sweep_directory(first_job: DictConfig, overrides: list[Override]) -> list[s
     settings = [str(override.input_line) for override in overrides]
     if (out_dir := value_of(settings, "out_dir")) is not None:
         return [f"hydra.sweep.dir={out_dir}"]
-    choices = [OmegaConf.select(first_job, key) for key in ("task.name", "model.name")]
-    name = "-".join([*filter(None, choices), "sweep", *sorted(swept_keys(settings))])
+    task, *model = (OmegaConf.select(first_job, key) for key in ("task.name", "model.name", "model.path"))
+    name = "-".join([*([task] if task else []), target_name(*model), "sweep", *sorted(swept_keys(settings))])
     directory = f"outputs/{directory_name(name)}"
     return [f"out_dir={directory}", f"hydra.sweep.dir={directory}"]
 

@@ -105,7 +105,8 @@ def _check_identity(marker: Path, identity: dict[str, Any]) -> None:
         key = f"{key}.{entry}"
         old = old.get(entry)
         new = new.get(entry)
-    raise ValueError(f"resume=true, but {key} was {old!r} and is {new!r}; use the same settings or another out_dir=")
+    change = "the prompts are others (task, file or limit)" if key == "prompts" else f"{key} was {old!r} and is {new!r}"
+    raise ValueError(f"resume=true, but {change}; use the same settings or another out_dir=")
 
 
 def run_identity(target: CausalLM, chosen: list[Task], params: SamplingParams, seed: int, scheme: str) -> dict[str, Any]:

@@ -446,7 +446,7 @@ def test_a_name_stays_below_outputs(page: str, tmp_path: Path) -> None:
         error = run(name, "model=tiny", f"name='{run_name}'", cwd=tmp_path).error
         assert f"name={run_name!r} is no name of a directory" in error
     if page == "eval":  # which the name is made of
-        assert "is no name of a directory" in run(name, "model=tiny", "model.name=../../x", cwd=tmp_path).error
+        assert "is no name of a directory" in run(name, "model=tiny", "task.name=../../x", cwd=tmp_path).error
     assert list(tmp_path.iterdir()) == []
 
 

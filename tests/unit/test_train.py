@@ -910,7 +910,7 @@ def test_mistakes_are_one_line(arguments: list[str], cli: Cli, tmp_path: Path) -
         (("train.lrr=1e-4",), ("'train.lrr'", "'train.lr'")),
         (("train.objective.ttt_step=2",), ("'train.objective.ttt_step'", "'train.objective.ttt_steps'")),
         (("method=ngram", "train=eagle3_demo"), ("method=ngram", "nothing to train", "eagle3")),
-        (("train.drafter.draft_vocab_size=400",), ("400", "320")),
+        (("train.drafter.draft_vocab_size=-1",), ("draft_vocab_size=-1", "1")),
         (("train.drafter.eagle_aux_hidden_state_layer_ids=[1,9]",), ("9", "0..4")),
         ((f"data.path={unanswered}",), ("silent.jsonl", "assistant")),
         (("data.path=/nowhere/none.jsonl",), ("/nowhere/none.jsonl",)),

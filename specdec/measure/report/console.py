@@ -1,32 +1,67 @@
-"""Text for people: progress bars on stderr, and tables and notes on stdout."""
+"""Text for people: progress on stderr, as bars or, in a log file, as lines; and tables and notes on stdout."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from specdec.measure.report.table import fitted
 
+LOG_EVERY = 30.0  # seconds between two lines of progress in a log file
 FILE_WIDTH = 160  # of output that is no terminal, unless COLUMNS says another
 
 
-def _progress(before: str | None, after: str | None, visible: bool = True) -> Progress:
-    """Bars on stderr with rich's markup before and after them."""
-    bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    columns = [*([TextColumn(before)] if before else []), *bar, *([TextColumn(after)] if after else [])]
-    return Progress(*columns, console=Console(stderr=True), disable=not visible)
+class Bars(Progress):
+    """Bars on stderr with rich's markup before and after them; where that is no terminal, a line every LOG_EVERY seconds and one
+    at the end."""
+
+    def __init__(self, before: str | None, after: str | None, visible: bool = True):
+        console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = [*([TextColumn(before)] if before else []), *bar, *([TextColumn(after)] if after else [])]
+        super().__init__(*columns, console=console, disable=not visible or not console.is_terminal)
+        self.logs = visible and not console.is_terminal
+        self.logged_at = time.monotonic()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        task = self.tasks[task_id]
+        if self.logs and (task.finished or time.monotonic() - self.logged_at >= LOG_EVERY):
+            self.logged_at = time.monotonic()
+            self.console.print(progress_line(task))
+
+
+def progress_line(task: Task) -> str:
+    """`requests 12/48, 0:01:20, 0:04:00 left`, and the note behind it."""
+    total = "" if task.total is None else f"/{task.total:.0f}"
+    left = None if task.time_remaining is None else timedelta(seconds=int(task.time_remaining))
+    parts = [f"{task.completed:.0f}{total}", str(timedelta(seconds=int(task.elapsed or 0)))]
+    parts += [] if left is None else [f"{left} left"]
+    words = (task.description, ", ".join(parts), task.fields.get("note", ""))
+    return " ".join(word for word in words if word)
 
 
 @contextlib.contextmanager
 def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable[[str], None]]:
     """A bar for each name, of which `done` of `total` are done; yields a function that advances the bar of a name by one."""
-    with _progress("{task.description:>12}", None, visible) as bars:
+    with Bars("{task.description:>12}", None, visible) as bars:
         tasks = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
         yield lambda name: bars.advance(tasks[name])
 
@@ -34,7 +69,7 @@ def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable
 @contextlib.contextmanager
 def one_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
     """A bar; yields a function (count=1, note=None) that advances it and sets the note behind it. total: None if unknown."""
-    with _progress("{task.description}", "{task.fields[note]}") as bars:
+    with Bars("{task.description}", "{task.fields[note]}") as bars:
         task = bars.add_task(label, total=total, note="")
 
         def advance(count: int = 1, note: str | None = None) -> None:
@@ -54,15 +89,15 @@ def training_progress(
     total: int, visible: bool = True
 ) -> Iterator[tuple[Callable[[int], None], Callable[[dict[str, Any]], None]]]:
     """A bar over the optimiser steps; yields a function that advances it, and one that shows a row of metrics behind it."""
-    with _progress(None, "{task.description}", visible) as bars:
-        task = bars.add_task("", total=total)
+    with Bars(None, "{task.fields[note]}", visible) as bars:
+        task = bars.add_task("steps", total=total, note="")
         latest: dict[str, str] = {}
 
         def show_row(row: dict[str, Any]) -> None:
-            for key, label in (("loss", "loss"), ("val_loss", "val"), ("mean_acceptance_length", "accepts")):
+            for key, label in (("loss", "loss"), ("val_loss", "val"), ("mean_acceptance_length", "acceptance length")):
                 if row.get(key) is not None:
                     latest[label] = f"{label} {row[key]:.3f}"
-            bars.update(task, description="  ".join(latest.values()))
+            bars.update(task, note="  ".join(latest.values()))
 
         yield lambda count: bars.advance(task, count), show_row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.measure.report.figure import saved_figure
+from specdec.measure.report.figure import integer_ticks, saved_figure
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 
@@ -14,12 +14,13 @@ def plot_training(rows: Rows, title: str, path: Path) -> Path:
     """Four panels over the optimiser steps: losses, accuracy by unrolled step, measured acceptance, learning rate and
     gradient."""
     with saved_figure(path, title, 2, 2, (12, 8)) as (_, _, axes):
-        _plot_by_unrolled_step(axes[0, 0], rows, "step_loss", "Loss per supervised token, by unrolled step", "upper right")
-        _plot_by_unrolled_step(axes[0, 1], rows, "accuracy", "Accuracy by unrolled step, teacher-forced", "upper left")
+        _plot_by_unrolled_step(axes[0, 0], rows, "step_loss", "Loss per supervised token, by unrolled step")
+        _plot_by_unrolled_step(axes[0, 1], rows, "accuracy", "Accuracy by unrolled step, teacher-forced")
         _plot_acceptance(axes[1, 0], rows)
         _plot_optimiser(axes[1, 1], rows)
         for axis in axes.flat:
             axis.set_xlabel("optimiser step")
+            integer_ticks(axis)
     return path
 
 
@@ -30,23 +31,26 @@ def _line(axis: Any, rows: Rows, key: str, label: str, index: int | None = None,
         for row in rows
         if row.get(key) and (index is None or len(row[key]) > index)
     ]
+    if len(points) == 1:
+        style["marker"] = "o"  # a line of one point cannot be seen
     if points:
         axis.plot(*zip(*points, strict=True), label=label, **style)
 
 
-def _legend(axis: Any, loc: str, ncols: int = 1) -> None:
+def _legend(axis: Any, loc: str = "best", ncols: int = 1) -> None:
     if axis.lines:
-        axis.legend(fontsize=8, loc=loc, ncols=ncols)
+        axis.legend(fontsize=8, loc=loc, ncols=ncols, framealpha=0.6)
 
 
-def _plot_by_unrolled_step(axis: Any, rows: Rows, key: str, title: str, legend_at: str) -> None:
+def _plot_by_unrolled_step(axis: Any, rows: Rows, key: str, title: str) -> None:
     num_steps = max((len(row["val_accuracy"]) for row in rows if row.get("val_accuracy")), default=0)
     for k in range(num_steps):
         _line(axis, rows, f"val_{key}", f"step {k + 1}, held out", k, marker="o", color=f"C{k}")
         _line(axis, rows, key, f"step {k + 1}, training", k, linewidth=1, color=f"C{k}", alpha=0.5)
     axis.set_title(title)
     axis.set_ylim(bottom=0)
-    _legend(axis, legend_at, ncols=2)
+    axis.set_ylabel("nats" if key == "step_loss" else "share of supervised tokens")
+    _legend(axis, ncols=2)
 
 
 def _plot_acceptance(axis: Any, rows: Rows) -> None:
@@ -68,9 +72,11 @@ def _plot_acceptance(axis: Any, rows: Rows) -> None:
 def _plot_optimiser(axis: Any, rows: Rows) -> None:
     _line(axis, rows, "lr", "learning rate", color="C0")
     axis.set_title("Learning rate; gradient norm before clipping")
+    axis.set_ylabel("learning rate")
     axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     right = axis.twinx()
     _line(right, rows, "grad_norm", "gradient norm", color="C1", linewidth=0.8)
+    right.set_ylabel("gradient norm")
     if right.lines:
         right.set_ylim(bottom=0)
     _legend(right, "upper right")

@@ -1,0 +1,48 @@
+"""What is printed: tables of any width, and progress where there is no terminal."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from specdec.measure.report import console
+from specdec.measure.report.table import fitted, new_table
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_table_is_stacked_and_never_cut(width: int) -> None:
+    heads = ["tokens/s", "mean acceptance length", "speedup", "95 %", "efficiency"]
+    table = new_table("title", ["run"], heads, "a caption of several words that is as wide as the console, not as the table")
+    numbers = {"one": ["1234.5", "1.23", "1.68x", "1.40-1.90", "0.98"], "another": ["99.9", "2.34", "0.91x", "-", "1.02"]}
+    for name, cells in numbers.items():
+        table.add_row(name, *cells)
+    out = Console(width=width, record=True, file=None)
+    with out.capture() as captured:
+        for piece in fitted(table, out):
+            out.print(piece)
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for name, cells in numbers.items():
+        lines = [line.split() for line in text.splitlines() if line.split()[:1] == [name]]
+        assert [word for line in lines for word in line[1:]] == cells
+    assert text.count("title") == text.count("a caption") == 1
+    if width == 200:
+        assert len([line for line in text.splitlines() if line.startswith(" one")]) == 1
+
+
+def test_progress_in_a_log_file_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console, "LOG_EVERY", 0.0)
+    with console.one_bar("requests", 3) as advance:
+        advance(note="10 tokens/s")
+        advance()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["requests 1/3", "requests 2/3"]
+    assert lines[1].endswith("left 10 tokens/s")
+
+
+def test_short_work_leaves_one_line_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress(2, ngram=0) as advance:
+        advance("ngram")
+        advance("ngram")
+    assert capsys.readouterr().err.startswith("ngram 2/2, 0:00:00")
