@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from specdec import config, hub, method, rejection, script
+from specdec import config, hub, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
@@ -29,6 +29,7 @@ from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device, fastest_dtype
+from specdec.script import is_main_process
 from specdec.training import features, loop
 from specdec.training.data import Loaded
 from specdec.training.evaluate import acceptance, prompts_of
@@ -224,6 +225,53 @@ def write_results(
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
     if result["best"]:
         best = result["best"]
+        console.show(
+            f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
+        )
+    if where:
+        console.show(f"wandb: {where}")
+
+
+def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:
+    """[tokens, T, D] target states of all but the first token of each sample: that is an attention sink, thousands of times
+    larger than the others, and would set the scale."""
+    start_B = np.cumsum(batch.length_B) - batch.length_B
+    is_first_N = np.zeros(len(batch.token_N), dtype=bool)
+    is_first_N[start_B] = True
+    states = batch.hidden(layers)
+    return states[torch.from_numpy(~is_first_N).to(states.device)]
+
+
+def stop(processes: PartialState, result: dict[str, Any]) -> None:
+    """If a signal stopped the run, end the process with its exit code, 130 (SIGINT) or 143 (SIGTERM), when all processes are
+    here."""
+    if result["interrupted"]:
+        processes.wait_for_everyone()
+        sys.exit(128 + result["stopped_by"])
+
+
+def new_drafter(
+    recipe: Recipe, target: CausalLM, cfg: Train, samples: Sequence[Sample], held_out: Sequence[Sample]
+) -> Checkpoint:
+    """The checkpoint to begin with: that of cfg.checkpoint, or of a new drafter."""
+    drafter_class = recipe.drafter_class
+    architecture = recipe.architecture
+    checkpoint = drafter_class.load_checkpoint(target, cfg.checkpoint, None) if cfg.checkpoint else None
+    key = drafter_class.facts.mask_key
+    if key is not None:
+        token = architecture[key]
+        if token is None and checkpoint is not None:
+            token = checkpoint.config.get(key)
+        architecture[key] = mask_token((*samples, *held_out), tokenizer_of(target), target.vocab_size, token)
+        if checkpoint is not None and checkpoint.config.get(key) is None:  # it was not trained with a mask token before
+            checkpoint.config[key] = architecture[key]
+    if checkpoint is not None:
+        return same_drafter(checkpoint, drafter_class, target, architecture)
+    size = architecture.get("draft_vocab_size")
+    vocab_ids = None
+    if size is not None and size < target.vocab_size:
+        vocab_ids = draft_vocabulary(samples, size, target.vocab_size)
+    elif size is not None and size > target.vocab_size and is_main_process():
         console.show(f"note: train.drafter.draft_vocab_size={size}: all {target.vocab_size} tokens of {target.name} are taken")
     return drafter_class.init_checkpoint(target, architecture, recipe.init, vocab_ids, cfg.seed)
 

@@ -29,8 +29,8 @@ FILE_WIDTH = 160  # of output that is no terminal, unless COLUMNS says another
 
 
 class Bars(Progress):
-    """Bars on stderr with rich's markup before and after them; where that is no terminal, a line every LOG_EVERY seconds and one
-    at the end."""
+    """Bars on stderr with rich's markup before and after them. Where that is no terminal, a line every LOG_EVERY seconds, and
+    one at the end."""
 
     def __init__(self, before: str | None, after: str | None, visible: bool = True):
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
