@@ -169,7 +169,8 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
             if is_users and not added:
                 raise ValueError(f"{key}= is written {parent}={{{last}: ...}}")
             if key not in known and not is_users:
-                raise ValueError(_of_another_choice(conf, key) or f"unknown key {key!r}; {_nearest_key(key, known)}")
+                elsewhere = _of_another_choice(conf, key) if key.split(".")[0] in known else None
+                raise ValueError(elsewhere or f"unknown key {key!r}; {_nearest_key(key, known)}")
     return composed[0]
 
 
