@@ -48,7 +48,7 @@ def _plot_by_unrolled_step(axis: Any, rows: Rows, key: str, title: str) -> None:
         _line(axis, rows, f"val_{key}", f"step {k + 1}, held out", k, marker="o", color=f"C{k}")
         _line(axis, rows, key, f"step {k + 1}, training", k, linewidth=1, color=f"C{k}", alpha=0.5)
     axis.set_title(title)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
     axis.set_ylabel("nats" if key == "step_loss" else "share of supervised tokens")
     _legend(axis, ncols=2)
 
