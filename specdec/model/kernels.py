@@ -42,7 +42,8 @@ VECTORS = 2 if HAS_AVX512 else 1  # of a column of a panel
 PANEL = LANES * VECTORS  # rows of W in a panel
 MAX_TILE = 12 if HAS_AVX512 else 6  # rows of x whose sums fit into the registers
 AHEAD = 16 << 10  # bytes by which memory is asked for before it is read
-BLOCK = (64 << 10) // (4 * PANEL)  # columns of a panel that stay near while many tiles read them
+BLOCK = 192  # columns of a panel, at most, that stay near while several tiles read them
+KEYS = 8  # whose products with a query are summed across lanes together
 
 # error_model: a division that may be by zero would be a branch, and no loop with one becomes vector instructions
 kernel = compiled(nogil=True, error_model="numpy")
@@ -101,9 +102,12 @@ def _tile(
             numbers = builder.inttoptr(x, _FLOAT.as_pointer())
 
             def link(i: Any, totals: list[Any]) -> list[Any]:
-                for start_of_line in range(0, PANEL * size, 64):
-                    offset = builder.add(builder.mul(i, ahead_step), ir.Constant(_INT, start_of_line))
-                    _prefetch(builder, builder.add(ahead, offset))
+                line_ahead = builder.add(ahead, builder.mul(i, ahead_step))
+                _prefetch(builder, line_ahead)
+                for start_of_line in range(64, PANEL * size, 64):
+                    start_of_line = ir.Constant(_INT, start_of_line)
+                    with builder.if_then(builder.icmp_signed("<", start_of_line, ahead_step)):
+                        _prefetch(builder, builder.add(line_ahead, start_of_line))
                 first = builder.mul(i, ir.Constant(_INT, count))
                 line = builder.mul(i, ir.Constant(_INT, VECTORS))
                 parts = [builder.add(line, ir.Constant(_INT, part)) for part in range(VECTORS)]
@@ -201,8 +205,8 @@ def _tiles_of(x, num_rows, length):
 
 @kernel
 def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
-    """x: address of the tiles. If there are many, columns are taken in blocks that stay near while all tiles are multiplied by
-    them, as float32; a chain goes on where the block before has left it. Each tile asks for its share of the next block
+    """x: address of the tiles. If there are several, columns are taken in blocks that stay near while all tiles are multiplied
+    by them, as float32; a chain goes on where the block before has left it. Each tile asks for its share of the next block
     meanwhile, so that memory is not idle while sums are computed."""
     rows_of_tile = _rows_of_tile(num_rows)
     size = PANEL * weight_size  # of a column
@@ -211,16 +215,15 @@ def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
         return
     num_tiles = (num_rows + rows_of_tile - 1) // rows_of_tile
     step = size // num_tiles
-    is_blocked = num_tiles > 2  # for two, blocks and widened weights cost more than they save
-    is_widened = is_blocked and weight_size == 2
-    buffer = np.empty(BLOCK * PANEL + LANES if is_widened else LANES, np.float32)
+    buffer = np.empty(BLOCK * PANEL + LANES if weight_size == 2 else LANES, np.float32)
     wide = (buffer.ctypes.data + 63) // 64 * 64
-    block = BLOCK if is_blocked else length
+    num_blocks = (length + BLOCK - 1) // BLOCK
+    block = (length + num_blocks - 1) // num_blocks  # a short last one would give too little time to ask for the next
     for i in range(0, length, block):
         columns = min(block, length - i)
         weights = panel + i * size
         ahead = weights + columns * size
-        if is_widened:
+        if weight_size == 2:
             _widen(weights, wide, columns * PANEL)
             weights = wide
         for m in range(0, num_rows, rows_of_tile):
@@ -229,7 +232,7 @@ def _panel_product(x, panel, bias, y, num_rows, length, y_stride, weight_size):
             at = y + m * y_stride
             _tile(
                 x + 4 * (m * length + i * count), weights, at if i else bias, at, count, columns, y_stride if i else 0,
-                y_stride, 4 if is_widened else weight_size, ahead + share, step,
+                y_stride, 4, ahead + share, step,
             )  # fmt: skip
     _keep(buffer)
 
@@ -288,16 +291,20 @@ def product_reference(x_MI: np.ndarray, weight_OI: np.ndarray, bias_O: np.ndarra
 # ---------------------------------------------------------------- attention
 
 
-def _across_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """The lanes of a vector combined, halves with halves."""
-    lanes = LANES
-    while lanes > 1:
-        lanes //= 2
-        kind = ir.VectorType(_LANE, lanes)
-        low = builder.shuffle_vector(vector, vector, ir.Constant(kind, list(range(lanes))))
-        high = builder.shuffle_vector(vector, vector, ir.Constant(kind, list(range(lanes, 2 * lanes))))
-        vector = combine(builder, low, high)
-    return builder.extract_element(vector, ir.Constant(_LANE, 0))
+def _across_lanes(builder: Any, vectors: list[Any], combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """The lanes of each vector combined, halves with halves: a vector of as many numbers, a power of 2. Two vectors of halves
+    make a full one, so that several take fewer operations than one after the other, and give the same numbers."""
+    segment = LANES  # lanes of a vector, or of what is left of one
+    while segment > 1:
+        segment //= 2
+        pairs = [(vectors[j], vectors[min(j + 1, len(vectors) - 1)]) for j in range(0, len(vectors), 2)]
+        num_lanes = min(2, len(vectors)) * vectors[0].type.count
+        low = [lane for lane in range(num_lanes) if lane % (2 * segment) < segment]
+        high = [lane + segment for lane in low]
+        kind = ir.VectorType(_LANE, len(low))
+        halves = [[builder.shuffle_vector(*pair, ir.Constant(kind, lanes)) for lanes in (low, high)] for pair in pairs]
+        vectors = [combine(builder, *half) for half in halves]
+    return vectors[0]
 
 
 def _reduction(start: float, combine: Callable[[Any, Any, Any], Any], combine_lanes: Callable[[Any, Any, Any], Any]) -> Any:
@@ -314,8 +321,8 @@ def _reduction(start: float, combine: Callable[[Any, Any, Any], Any], combine_la
             def link(i: Any, totals: list[Any]) -> list[Any]:
                 return [combine(builder, totals[0], _load(builder, numbers, i))]
 
-            total = _repeat(builder, num_chunks, [ir.Constant(_VECTOR, [start] * LANES)], link)[0]
-            return _across_lanes(builder, total, combine_lanes)
+            totals = _repeat(builder, num_chunks, [ir.Constant(_VECTOR, [start] * LANES)], link)
+            return builder.extract_element(_across_lanes(builder, totals, combine_lanes), ir.Constant(_LANE, 0))
 
         return types.float32(types.int64, types.int64), generate
 
@@ -350,16 +357,31 @@ def _scores(typing: Any, query: Any, keys: Any, scores: Any, count: Any, num_chu
             number, key_size = divmod(choice, 8)
             parts = [_load(builder, query, ir.Constant(_INT, c)) for c in range(number)]
 
-            def link(i: Any, totals: list[Any]) -> list[Any]:
-                key = builder.add(keys, builder.mul(i, ir.Constant(_INT, number * LANES * key_size)))
-                total = ir.Constant(_VECTOR, [0.0] * LANES)
-                for c, part in enumerate(parts):
-                    total = builder.call(_fma(builder), [part, _load(builder, key, ir.Constant(_INT, c), key_size), total])
-                pointer = builder.gep(builder.inttoptr(scores, _FLOAT.as_pointer()), [i])
-                builder.store(_across_lanes(builder, total, _plus), pointer, align=4)
+            def products(first: Any, num_keys: int) -> None:
+                totals = []
+                for k in range(num_keys):
+                    place = builder.add(first, ir.Constant(_INT, k))
+                    key = builder.add(keys, builder.mul(place, ir.Constant(_INT, number * LANES * key_size)))
+                    total = ir.Constant(_VECTOR, [0.0] * LANES)
+                    for c, part in enumerate(parts):
+                        numbers = _load(builder, key, ir.Constant(_INT, c), key_size)
+                        total = builder.call(_fma(builder), [part, numbers, total])
+                    totals.append(total)
+                sums = _across_lanes(builder, totals, _plus)
+                address = builder.gep(builder.inttoptr(scores, _FLOAT.as_pointer()), [first])
+                builder.store(sums, builder.bitcast(address, sums.type.as_pointer()), align=4)
+
+            def several(i: Any, totals: list[Any]) -> list[Any]:
+                products(builder.mul(i, ir.Constant(_INT, KEYS)), KEYS)
                 return []
 
-            _repeat(builder, count, [], link)
+            def one(i: Any, totals: list[Any]) -> list[Any]:
+                products(builder.add(i, builder.sub(count, rest)), 1)
+                return []
+
+            rest = builder.srem(count, ir.Constant(_INT, KEYS))
+            _repeat(builder, builder.sdiv(count, ir.Constant(_INT, KEYS)), [], several)
+            _repeat(builder, rest, [], one)
 
         choice = builder.add(builder.mul(num_chunks, ir.Constant(_INT, 8)), size)
         _choose(builder, choice, [8 * number + x for x in (4, 2) for number in range(1, MAX_WIDTH // LANES + 1)], emit)
@@ -470,23 +492,19 @@ def _exp(x):
 
 
 @kernel
-def _softmax(score_S, scaling, softcap):
-    """In place; a softcap of 0 is none."""
-    count = len(score_S)
-    num_chunks = count // LANES
+def _softmax(score_S, count, scaling, softcap):
+    """Of the first `count`, in place; there is room for a multiple of 16. A softcap of 0 is none."""
+    num_chunks = (count + LANES - 1) // LANES
     for j in range(count):
         score_S[j] *= scaling
     if softcap > 0:
         for j in range(count):
             score_S[j] = np.tanh(score_S[j] / softcap) * softcap
+    score_S[count : num_chunks * LANES] = -np.inf
     highest = _max_of(score_S.ctypes.data, num_chunks)
-    for j in range(num_chunks * LANES, count):
-        highest = max(highest, score_S[j])
-    for j in range(count):
+    for j in range(num_chunks * LANES):
         score_S[j] = _exp(score_S[j] - highest)
     total = _sum_of(score_S.ctypes.data, num_chunks)
-    for j in range(num_chunks * LANES, count):
-        total += score_S[j]
     for j in range(count):
         score_S[j] /= total
 
@@ -517,6 +535,7 @@ def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen
     for n in range(token, token + count_B[b]):
         last = max(last, first_N[n] + seen_N[n])
         width = max(width, seen_N[n] + extra_N[n + 1] - extra_N[n])
+    width = (width + LANES - 1) // LANES * LANES
     score_QS = np.empty((num_queries, width), np.float32)
 
     for block in range(0, last, KEY_BLOCK):
@@ -534,7 +553,7 @@ def _attend_pair(pair, query, query_stride, out, keys, values, sizes, rows, seen
         scores = score_QS.ctypes.data + 4 * (q * width + seen_N[n])
         for i in range(extra_N[n], extra_N[n + 1]):
             _scores(at, keys + size * extra_slots[i] * key_width, scores + 4 * (i - extra_N[n]), 1, chunks, size)
-        _softmax(score_QS[q, : seen_N[n] + extra_N[n + 1] - extra_N[n]], scaling, softcap)
+        _softmax(score_QS[q], seen_N[n] + extra_N[n + 1] - extra_N[n], scaling, softcap)
     for block in range(0, last, KEY_BLOCK):
         for q in range(num_queries):
             n = token + q // group
