@@ -27,6 +27,7 @@ def run(cfg: Bench) -> None:
     from transformers.utils import logging
 
     from specdec.core import Request
+    from specdec.files import write_json
     from specdec.measure import bench, records, stats, tasks
     from specdec.measure.report import bench as bench_report
     from specdec.measure.report import console
@@ -63,7 +64,7 @@ def run(cfg: Bench) -> None:
         results["suffix"].append({"cached_tokens": count, **suffix.measure(count)})
 
     cfg.claim({"bench": cfg.name})
-    records.write_json(out_dir / "bench.json", results)
+    write_json(out_dir / "bench.json", results)
     console.show(*bench_report.bench_tables(results))
     if target.device.type == "cpu" and (reasons := stats.busy_reasons({}, bench.busiest(results["speed"]))):
         console.show(f"{run_report.busy_note(reasons, None)}; compare the ratios by CPU time")

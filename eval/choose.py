@@ -2,7 +2,7 @@
 process on one target, in turn step by step, each by a clock of its own.
 
     python eval/choose.py
-    python eval/choose.py methods=[none,ngram] checkpoints='{eagle3: outputs/eagle3_demo-llama-demo}' rates=[one,0.5,2,all]
+    python eval/choose.py methods=[none,ngram] checkpoints='{eagle3: DIR}' rates=[one,0.5,2,all]
     python eval/choose.py methods=[none,ngram] runs='{ngram-auto: {method: ngram, num_speculative_tokens: auto}}'
 
 Writes out_dir/requests.jsonl (a row per request, run and rate), cost-RUN.json, choose.json, choose.png and config.yaml, and
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def run(cfg: Choose) -> dict[str, Any]:
     from specdec import config
+    from specdec.files import write_json
     from specdec.measure import choose, records, serving
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
@@ -74,7 +75,7 @@ def run(cfg: Choose) -> dict[str, Any]:
         "environment": records.environment(),
         **choose.summarize(runs, measured, params.greedy, target.device.type == "cpu"),
     }
-    records.write_json(out_dir / "choose.json", summary)
+    write_json(out_dir / "choose.json", summary)
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg.task.name}"
     choose_report.plot_choose(summary, title, out_dir / "choose.png")
     console.show(*choose_report.choose_tables(summary, title), "")

@@ -2,7 +2,7 @@
 
     python eval/load.py method=ngram request_rate=0.5
     python eval/load.py method=suffix request_rate='[[30, 0.2], [30, 2.0], [30, 0.2]]'
-    python eval/load.py method=none arrivals=trace trace=outputs/load-demo-llama-ngram-standard/requests.jsonl
+    python eval/load.py method=none arrivals=trace trace=outputs/load-demo-llama-ngram-standard/latest/requests.jsonl
 
 First turns of the tasks only. Writes, line by line while it runs, out_dir/requests.jsonl (a row per finished request) and
 steps.jsonl (a row per step of the engine), and at the end summary.json and load.png, with config.yaml. Rows of a run that was
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def run(cfg: Load) -> dict[str, Any]:
     from specdec import config
     from specdec.engine import Engine
+    from specdec.files import write_json
     from specdec.measure import arrivals, load, logger, records, serving, stats
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
@@ -64,7 +65,7 @@ def run(cfg: Load) -> dict[str, Any]:
     phases = arrivals.parse_request_rate(cfg.request_rate) if is_changing else []
     numbers = load.summarize(out_dir, timings, phases, at, len(at) == cfg.num_requests, interruption)
     summary = identity | facts | numbers
-    records.write_json(out_dir / "summary.json", summary)
+    write_json(out_dir / "summary.json", summary)
     rate = cfg.trace if cfg.arrivals == "trace" else f"{cfg.request_rate} requests/s"
     title = f"{plan.method} (K={proposer.num_speculative_tokens}, {plan.scheme}) on {target.name}, {identity['dtype']}: {rate}"
     steps = records.rows_in(out_dir / "steps.jsonl")
@@ -92,4 +93,4 @@ if __name__ == "__main__":
     with script.one_line():
         from specdec import config
 
-        config.launch("load", run, *config.method_of_checkpoint())
+        config.launch("load", run, *config.words_of_checkpoint())

@@ -2,8 +2,8 @@
 propose how much to draft at each batch size.
 
     python eval/profile_cost.py method=ngram
-    python eval/profile_cost.py checkpoint=outputs/eagle3_demo-llama-demo acceptance=outputs/demo-llama-eagle3-standard
-    python eval/run.py method=ngram num_speculative_tokens_per_batch_size=outputs/cost-llama-ngram/cost.json max_batch_size=8
+    python eval/profile_cost.py checkpoint=DIR acceptance=outputs/demo-llama-eagle3-standard/latest
+    python eval/run.py num_speculative_tokens_per_batch_size=outputs/cost-llama-ngram/latest/cost.json max_batch_size=8
 
 Writes out_dir/cost.json, config.yaml and cost.png. Nothing is learned from what is decoded here: prompts are made up.
 """
@@ -70,4 +70,4 @@ if __name__ == "__main__":
     with script.one_line():
         from specdec import config
 
-        config.launch("profile_cost", run, *config.method_of_checkpoint())
+        config.launch("profile_cost", run, *config.words_of_checkpoint())

@@ -2,7 +2,7 @@
 
     python eval/prove.py
     python eval/prove.py --prompts 40 --max-tokens 128 --model tiny-gemma3
-    python eval/prove.py --methods eagle3 --checkpoint outputs/eagle3_demo-llama-demo
+    python eval/prove.py --methods eagle3 --checkpoint outputs/eagle3_demo-llama-demo/latest
 
 At temperature 0 the tokens must be those of Hugging Face `generate`; at 0.8, under rejection `match`, those of plain sampling
 with the same seeds. A method that needs a drafter takes the checkpoint that is given for it, or one with random weights, whose

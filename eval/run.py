@@ -4,9 +4,9 @@ was lost.
     python eval/run.py method=suffix
     python eval/run.py method=ngram method.num_speculative_tokens=8 sampling.temperature=0.8 rejection=match
     python eval/run.py -m method=ngram,suffix limit=24
-    python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo          # any drafter in a known format says its method
+    python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo/latest          # any drafter in a known format says its method
     torchrun --nproc_per_node 2 eval/run.py tensor_parallel_size=2
-    python eval/run.py method=hybrid checkpoint=outputs/eagle3_demo-llama-demo   # n-gram where it matches, else the drafter
+    python eval/run.py method=hybrid checkpoint=DIR                              # n-gram where it matches, else the drafter
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
 Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def run(cfg: Eval) -> dict[str, Any]:
     from specdec import config, method, rejection
     from specdec.engine import Engine
+    from specdec.files import write_json
     from specdec.measure import evaluate, logger, records, tasks
     from specdec.measure.evaluate import Pass
     from specdec.measure.report import console
@@ -67,7 +68,7 @@ def run(cfg: Eval) -> dict[str, Any]:
     if not processes.is_main:
         return {}
     summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
-    records.write_json(out_dir / "summary.json", summary)
+    write_json(out_dir / "summary.json", summary)
     max_draft = f"{'up to ' if policy else ''}{proposer.num_speculative_tokens}"
     title = f"{plan.method} (K={max_draft}, {plan.scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
@@ -88,4 +89,4 @@ if __name__ == "__main__":
             from specdec.model import distributed
 
             distributed.report_failure_once()
-        config.launch("eval", run, *config.method_of_checkpoint())
+        config.launch("eval", run, *config.words_of_checkpoint())

@@ -325,6 +325,7 @@ class MethodFacts:
     composes: it takes `proposers`, a list of other methods with their settings, and assigns a model to one of them
     runs_model: its drafts cost time, as those of a model do; a lookup's cost next to nothing
     model_hint: the fix in the error line about a missing `model`; unless given, the script that trains one
+    check_model: raises ValueError for a `model` that cannot be used with any target
     model_spellings: values of `model` that mean this method, where no method is given
     name_marks: words of a hub id that mean this method, where no method is given
     aliases: other names of the method, as patterns of fnmatch
@@ -344,6 +345,7 @@ class MethodFacts:
     composes: bool = False
     runs_model: bool = False
     model_hint: str | None = None
+    check_model: Callable[[str], object] | None = None
     model_spellings: tuple[str, ...] = ()
     name_marks: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()

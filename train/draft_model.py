@@ -5,7 +5,7 @@
     python train/draft_model.py model=llama model.size=8b data=jsonl data.path=FILE train=draft_model \
         train.drafter.model=meta-llama/Llama-3.2-1B-Instruct              # the full recipe, from another LM
     torchrun --nproc_per_node 2 train/draft_model.py model=llama train.sharding=fsdp
-    python eval/run.py method=draft_model checkpoint=outputs/draft_model_demo-llama-demo
+    python eval/run.py method=draft_model checkpoint=outputs/draft_model_demo-llama-demo/latest
 
 Its checkpoints are models that transformers and vLLM load. Writes out_dir/metrics.jsonl, checkpoints/, best and last (links),
 config.yaml, summary.json and train.png.

@@ -5,7 +5,7 @@
     python train/eagle.py model=llama model.size=8b data=jsonl data.path=FILE train=eagle3   # the published recipe
     python train/eagle.py -m train.lr=1e-4,3e-4
     torchrun --nproc_per_node 2 train/eagle.py model=llama train.sharding=fsdp
-    python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo
+    python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo/latest
 
 Writes out_dir/metrics.jsonl, checkpoints/, best and last (links), config.yaml, summary.json and train.png. Ctrl-C and SIGTERM
 end a run after its step, with a checkpoint and exit code 130 or 143; resume=true goes on to what an unstopped run would be.

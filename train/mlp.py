@@ -2,7 +2,7 @@
 
     python train/mlp.py model=llama                                       # on the demo data
     python train/mlp.py model=llama data=jsonl data.path=TEXT data.supervise=all train=mlp train.max_steps=15000 train.lr=1e-3
-    python train/mlp.py model=llama data=jsonl data.path=FILE train=mlp checkpoint=outputs/mlp-llama-jsonl   # second stage
+    python train/mlp.py model=llama data=jsonl data.path=FILE train=mlp checkpoint=DIR              # second stage
 
 The first stage learns from any text, the second from what the target wrote. Writes what train/eagle.py writes.
 """

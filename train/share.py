@@ -1,8 +1,8 @@
 """Share a drafter: write it as an engine loads it, check it against the engines' rules, and describe it and how to serve it.
 
-    python train/share.py checkpoint=outputs/eagle3_demo-llama-demo format=vllm out=shared
+    python train/share.py checkpoint=outputs/eagle3_demo-llama-demo/latest format=vllm out=shared
     python train/share.py checkpoint=DIR format=speculators out=shared serve_target=meta-llama/Llama-3.1-8B-Instruct
-    python train/share.py checkpoint=DIR out=shared eval=outputs/eagle3-demo push=org/name
+    python train/share.py checkpoint=DIR out=shared eval=outputs/eagle3-demo/latest push=org/name
     python train/share.py checkpoint=org/their-drafter format=native out=mine target=meta-llama/Llama-3.1-8B-Instruct
     python train/share.py lint=DIR target=meta-llama/Llama-3.1-8B-Instruct
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from specdec import hub
 from specdec.checkpoint import hf_common, native
 from specdec.checkpoint.hf_common import Export
 from specdec.checkpoint.native import Checkpoint
@@ -79,6 +80,12 @@ def method_of(path: str | Path, revision: str | None = None) -> str:
     if config.get("format") == native.FORMAT:
         return str(config.get("method"))
     return format_of(directory, config).method_of(config, set(hf_common.shapes_of(directory)))
+
+
+def target_of(path: str | Path, revision: str | None = None) -> str | None:
+    """The target that a drafter was trained for, if it names one that can be loaded from here."""
+    name = hf_common.target_name(hf_common.read_config(native.find(path, revision)))
+    return name if name is not None and hub.can_resolve(name) else None
 
 
 def format_of(directory: Path, config: dict[str, Any]) -> Format:

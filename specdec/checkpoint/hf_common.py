@@ -445,6 +445,18 @@ def t2d_of(d2t: Tensor, vocab: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------ facts about the target
 
 
+def target_name(config: dict[str, Any]) -> str | None:
+    """The target that a drafter's config.json names: as this project writes it, in its own format and in others', or as
+    `speculators` does."""
+    for path in (("target", "name"), (SPECDEC_KEY, "target", "name"), ("speculators_config", "verifier", "name_or_path")):
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            return value
+    return None
+
+
 def target_facts(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Facts about the drafter's target in a config.json: width, vocabulary, and what `write_directory` added."""
     specdec = config.get(SPECDEC_KEY) or {}

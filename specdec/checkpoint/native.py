@@ -210,11 +210,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
 
 def find(path: str | Path, revision: str | None = None) -> Path:
     """The directory of a checkpoint: itself, `best` or else `last` of a training run, or a copy from the hub."""
-    directory = hub.local(path, "checkpoint")
-    if not directory.is_dir():
-        if str(path).count("/") != 1 or str(path).startswith((".", "~", "/")):
-            raise ValueError(f"checkpoint {path}: no such directory, and not a hub id (org/name)")
-        directory = hub.resolve(str(path), revision, hub.DRAFTER_INSTEAD)
+    directory = hub.locate(path, "checkpoint") or hub.resolve(str(path), revision, hub.DRAFTER_INSTEAD)
     if (directory / "config.json").exists() or (directory / hub.ADAPTER).exists():
         return hub.check_config(directory)
     for name in ("best", "last"):

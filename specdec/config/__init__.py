@@ -21,12 +21,20 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel
 from yaml import MarkedYAMLError
 
+from specdec import hub, run_dir
 from specdec.config import command_line, help
 from specdec.files import folder, write_atomically
 from specdec.script import fail, one_line
 
 CONF = folder("conf")
+NOT_RESUMED = {  # pages whose runs cannot go on, and why
+    "load": "a run under load cannot go on, since its clock has stopped",
+    "choose": "a run under load cannot go on, since its clock has stopped",
+    "profile_cost": "a profile takes a minute, and is not resumed",
+    "bench": "a benchmark is not resumed",
+}
 OmegaConf.register_new_resolver("target", command_line.target_name, replace=True)
+OmegaConf.register_new_resolver("run_dir", run_dir.default, replace=True)
 
 
 def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
@@ -65,22 +73,32 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(job)()
 
 
-def method_of_checkpoint() -> list[str]:
-    """`method=` of the checkpoint on the command line, where nothing else chooses the method."""
+def words_of_checkpoint() -> list[str]:
+    """What the checkpoint on the command line says where nothing else does: `method=`, and the target as `model.path=`."""
     words = sys.argv[1:]
-    paths = (command_line.value_of(words, "checkpoint") or "null").strip("'\"")
-    if paths in ("null", "") or any(command_line.value_of(words, key) is not None for key in ("method", "speculative_config")):
+    value = (command_line.value_of(words, "checkpoint") or "null").strip("'\"")
+    if value in ("null", ""):
         return []
-    from specdec import method
-
+    paths = [path.strip() for path in (value.split(",") if _is_sweep() else [value])]
+    chosen: list[str] = []
     try:
-        is_sweep = bool({"-m", "--multirun"} & set(words))
-        methods = {method.of_checkpoint(path.strip()) for path in (paths.split(",") if is_sweep else [paths])}
+        for path in paths:
+            hub.locate(path, "checkpoint")
+        from specdec import checkpoint, method
+
+        if all(command_line.value_of(words, key) is None for key in ("method", "speculative_config")):
+            methods = {method.of_checkpoint(path) for path in paths}
+            if len(methods) > 1:
+                several = ", ".join(sorted(methods))
+                fail(f"checkpoint={value}: drafters of several methods ({several}); sweep over one method's")
+            chosen.append(f"method={methods.pop()}")
+        if not any(re.match(r"model[.=]|experiment=", word) for word in words):
+            targets = {checkpoint.target_of(path) for path in paths} - {hub.DEFAULT}
+            if len(targets) == 1 and (target := targets.pop()):
+                chosen.append(f"model.path='{target}'")
     except ValueError as error:
         fail(error)
-    if len(methods) > 1:
-        fail(f"checkpoint={paths}: drafters of several methods ({', '.join(sorted(methods))}); sweep over one method's")
-    return [f"method={methods.pop()}"]
+    return chosen
 
 
 def plain(record: BaseModel) -> dict[str, Any]:
@@ -100,12 +118,29 @@ def read(path: Path) -> dict[str, Any]:
 
 def _record(page: str, composed: DictConfig) -> Any:
     """The record of a composed config. Raises ValueError, one line, for a value that its key cannot have."""
-    from specdec.config import pages  # imports torch: a mistyped key is found before
+    _check_paths(page, composed)
+    from specdec.config import pages  # imports torch: a mistyped key and a path are found before
 
     if composed.get("speculative_config") is not None:
         _name_by_object(composed)
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return pages.PAGES[page](**values)
+
+
+def _check_paths(page: str, composed: DictConfig) -> None:
+    """Raise ValueError for a directory that is taken, or a model that is not there, before anything large is imported."""
+    directory = composed.get("out_dir")
+    if isinstance(directory, str) and directory.strip() and not _is_sweep():
+        run_dir.check(Path(directory), composed.resume is True, page not in NOT_RESUMED)
+    for key in ("checkpoint", "model.path"):
+        value = OmegaConf.select(composed, key)
+        if isinstance(value, str) and value.strip():
+            hub.locate(value, key.partition(".")[0])
+
+
+def _is_sweep() -> bool:
+    """Whether this is a job of a sweep, or a check of one."""
+    return bool({"-m", "--multirun"} & set(sys.argv[1:]))
 
 
 def _name_by_object(composed: DictConfig) -> None:
@@ -130,10 +165,8 @@ def _with_job_directory(record: Any) -> Any:
     values = [word.partition("=")[2] for word in HydraConfig.get().overrides.task if word.partition("=")[0] in swept]
     folder = f"{HydraConfig.get().job.num}-{command_line.directory_name('-'.join(values))[:60].strip('_')}"
     out_dir = Path(record.out_dir) / folder
-    from specdec.measure import records
-
     # of an interrupted sweep, some jobs have not begun
-    resume = record.resume and (out_dir / records.MARKER).exists()
+    resume = record.resume and (out_dir / run_dir.MARKER).exists()
     return record.model_copy(update={"out_dir": str(out_dir), "resume": resume})
 
 

@@ -18,6 +18,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from specdec import run_dir
 from specdec.checked import nearest
 from specdec.files import parse_json
 
@@ -227,11 +228,11 @@ def _no_recipe(conf: Path, settings: list[str]) -> str:
 def _sweep_directory(first_job: DictConfig, overrides: list[Override]) -> list[str]:
     """Further words that put all jobs of a sweep, and Hydra's note of it, into one directory."""
     settings = [str(override.input_line) for override in overrides]
-    if (out_dir := value_of(settings, "out_dir")) is not None:
-        return [f"hydra.sweep.dir={out_dir}"]
+    if (typed := value_of(settings, "out_dir")) is not None:
+        return [f"hydra.sweep.dir={typed}"]
     task, *model = (OmegaConf.select(first_job, key) for key in ("task.name", "model.name", "model.path"))
     name = "-".join([*([task] if task else []), target_name(*model), "sweep", *sorted(swept_keys(settings))])
-    directory = f"outputs/{directory_name(name)}"
+    directory = run_dir.default(directory_name(name), value_of(settings, "resume") == "true")
     return [f"out_dir={directory}", f"hydra.sweep.dir={directory}"]
 
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
-from specdec import checkpoint
+from specdec import checkpoint, run_dir
 from specdec.checked import Checked, first_mistake, nearest
-from specdec.config import CONF, read, save
-from specdec.measure import records, tasks
+from specdec.config import CONF, NOT_RESUMED, read, save
+from specdec.measure import tasks
 from specdec.measure.logger import Logger
 from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.target import CausalLM, choose_device, fastest_dtype
@@ -258,12 +258,12 @@ class Output(Checked):
     def start(self) -> Path:
         """Lock the directory for this run and return it. Nothing is written there before `claim`."""
         directory = Path(self.out_dir)
-        records.reserve(directory, self.resume, resumes=not self.not_resumed)
+        run_dir.reserve(directory, self.resume, resumes=not self.not_resumed)
         return directory
 
     def claim(self, identity: dict[str, Any]) -> None:
         """Take the directory and write config.yaml there. identity: what must be equal for a run to be resumed."""
-        records.claim(Path(self.out_dir), self.resume, identity, resumes=not self.not_resumed)
+        run_dir.claim(Path(self.out_dir), self.resume, identity, resumes=not self.not_resumed)
         save(self, Path(self.out_dir) / "config.yaml")
 
 
@@ -345,7 +345,7 @@ class Eval(Serving):
 class Load(Serving):
     """conf/load.yaml"""
 
-    not_resumed: ClassVar[str] = "a run under load cannot go on, since its clock has stopped"
+    not_resumed: ClassVar[str] = NOT_RESUMED["load"]
     arrivals: Text
     request_rate: Any  # measure.serving reads it: a number, null, inf or phases
     trace: PathText | None
@@ -355,7 +355,7 @@ class Load(Serving):
 class ProfileCost(Decoding):
     """conf/profile_cost.yaml"""
 
-    not_resumed: ClassVar[str] = "a profile takes a minute, and is not resumed"
+    not_resumed: ClassVar[str] = NOT_RESUMED["profile_cost"]
     max_draft: Count | None
     context: Count
     repeats: Count
@@ -366,7 +366,7 @@ class ProfileCost(Decoding):
 class Choose(Run):
     """conf/choose.yaml"""
 
-    not_resumed: ClassVar[str] = "a run under load cannot go on, since its clock has stopped"
+    not_resumed: ClassVar[str] = NOT_RESUMED["choose"]
     model: Model
     rejection: Rejection
     task: Task
@@ -395,7 +395,7 @@ class Choose(Run):
 class Bench(Output):
     """conf/bench.yaml"""
 
-    not_resumed: ClassVar[str] = "a benchmark is not resumed"
+    not_resumed: ClassVar[str] = NOT_RESUMED["bench"]
 
     model: Model
     task: Task

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from specdec.checked import Checked, first_line
-from specdec.measure.records import WANDB_ID, JsonlFile, write_json
+from specdec.files import write_json
+from specdec.measure.records import JsonlFile
+from specdec.run_dir import WANDB_ID
 
 
 class Logger(Checked):

@@ -1,7 +1,7 @@
-"""A run's directory and its files: one JSON line per request as it finishes, and a summary.
+"""A run's files: one JSON line per request as it finishes, and a summary.
 
-A directory that holds a run is never overwritten. Lines are appended and flushed one by one, so an interruption loses only
-requests that had not finished; `resume` goes on from there.
+Lines are appended and flushed one by one, so an interruption loses only requests that had not finished; `resume` goes on from
+there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from specdec import __version__, hub, lock, script
+from specdec import __version__, hub
 from specdec.checked import first_mistake
 from specdec.checkpoint import native
 from specdec.core import Request
-from specdec.files import parse_json, read_json, read_json_object, write_atomically, writing
+from specdec.files import parse_json, read_json_object, write_atomically, writing
 from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
 from specdec.model import arena
@@ -29,84 +29,8 @@ from specdec.params import SamplingParams
 from specdec.prompts import answer_text
 from specdec.speculative_config import SpeculativePlan
 
-MARKER = "run.json"
-LOCK = ".lock"
-WANDB_ID = "wandb.json"
-_FILES = (  # that runs write
-    "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
-    "run.png", "train.png", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
-    "cost.json", "cost.png", WANDB_ID,
-)  # fmt: skip
 _LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "cpu_s", "proposer")
 _TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "prefill_cpu_s", "decode_s")
-
-
-def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
-    """Lock a directory for this run, before anything expensive; `claim` marks it as the run's. A missing directory is made, and
-    removed again if nothing is written there. In a run of several processes the main one does it for all.
-
-    out_dir: the directory.
-    resume: go on with the run that it holds.
-    resumes: whether the script can go on with a run.
-
-    Raises ValueError if another process has the directory, if it holds a run and resume is false, or none and resume is true.
-    """
-    if not script.is_main_process():
-        return
-    if out_dir.exists() and not out_dir.is_dir():
-        raise ValueError(f"out_dir={out_dir} is a file; give a directory")
-    if resume and not (out_dir / MARKER).exists():
-        raise ValueError(f"resume=true, but out_dir={out_dir} holds no run; leave resume out")
-    if resume or lock.is_free(out_dir / LOCK):
-        _check_out_dir(out_dir, resume, resumes)
-    lock.acquire(out_dir / LOCK, f"out_dir={out_dir}")
-    _check_out_dir(out_dir, resume, resumes)  # again, now that no other process can write there
-
-
-def _check_out_dir(out_dir: Path, resume: bool, resumes: bool) -> None:
-    has_run = (out_dir / MARKER).exists()
-    if has_run and not resume:
-        go_on = ", or resume=true to go on with it" if resumes else ""
-        raise ValueError(f"out_dir={out_dir} already holds a run; give another out_dir={go_on}")
-    if not has_run and out_dir.is_dir():
-        names = sorted(path.name for path in out_dir.iterdir() if path.name in _FILES or path.suffix == ".safetensors")
-        if names:
-            raise ValueError(f"out_dir={out_dir} holds {names[0]}, which is of no run of ours; give another out_dir=")
-
-
-def claim(out_dir: Path, resume: bool, identity: dict[str, Any], resumes: bool = True) -> None:
-    """Mark a directory as that of a run. identity: what must be equal for a run to be resumed; the rest: as of `reserve`.
-
-    Raises ValueError as `reserve` does, and if the run to resume has another identity.
-    """
-    reserve(out_dir, resume, resumes)
-    if resume:
-        _check_identity(out_dir / MARKER, json.loads(json.dumps(identity)))
-    else:
-        write_json(out_dir / MARKER, identity)
-    script.has_results(out_dir, resumes)
-
-
-def _check_identity(marker: Path, identity: dict[str, Any]) -> None:
-    try:
-        previous = read_json(marker)
-    except ValueError:
-        previous = None
-    if not isinstance(previous, dict):
-        raise ValueError(f"{marker}: cannot be read, so nothing is known of the run; give another out_dir=")
-    changed = sorted(key for key in {*previous, *identity} if previous.get(key) != identity.get(key))
-    if not changed:
-        return
-    key = changed[0]
-    old = previous.get(key)
-    new = identity.get(key)
-    if isinstance(old, dict) and isinstance(new, dict):  # name the entry that differs
-        entry = next(entry for entry in {**old, **new} if old.get(entry) != new.get(entry))
-        key = f"{key}.{entry}"
-        old = old.get(entry)
-        new = new.get(entry)
-    change = "the prompts are others (task, file or limit)" if key == "prompts" else f"{key} was {old!r} and is {new!r}"
-    raise ValueError(f"resume=true, but {change}; use the same settings or another out_dir=")
 
 
 def run_identity(target: CausalLM, chosen: list[Task], params: SamplingParams, seed: int, scheme: str) -> dict[str, Any]:
@@ -129,10 +53,6 @@ def drafter_weights(plan: SpeculativePlan) -> dict[str, str]:
         directory = native.find(name) if Path(name).expanduser().is_dir() else hub.resolve(name)
         digests[name] = hub.weights_digest(directory)
     return digests
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_atomically(path, json.dumps(value, indent=1, default=str) + "\n")
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:

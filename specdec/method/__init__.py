@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from specdec import checkpoint
+from specdec import checkpoint, hub
 from specdec.checked import nearest
 from specdec.core import MethodFacts, Proposer
 from specdec.model.target import CausalLM
@@ -92,6 +92,15 @@ def check(name: str, keys: Iterable[str]) -> None:
         if key not in settings(name):
             advice = nearest(key, settings(name)) if settings(name) else "it takes none"
             raise ValueError(f"method {name!r} takes no setting {key!r}; {advice}")
+
+
+def check_model(name: str, model: Any) -> None:
+    """Raises ValueError for a `model` that the method cannot use with any target, before the target is loaded."""
+    check = facts(name).check_model
+    if check is not None:
+        check(model)
+    elif is_trained(name) and model is not None:
+        hub.locate(model, "model")
 
 
 # -------------------------------------------------------------------------------- which method is meant

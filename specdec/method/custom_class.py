@@ -31,7 +31,11 @@ from specdec.model.target import CausalLM
 class CustomClass(StatelessProposer):
     """Wraps the user's object: checks what it drafts, and cuts what is too long."""
 
-    facts = MethodFacts(runs_model=True, model_hint="give the dotted path of your class, 'package.module.Class'")
+    facts = MethodFacts(
+        runs_model=True,
+        model_hint="give the dotted path of your class, 'package.module.Class'",
+        check_model=lambda model: find_class(model),
+    )
 
     def __init__(self, target: CausalLM, model: str, num_speculative_tokens: int):
         if num_speculative_tokens < 1:
@@ -95,9 +99,8 @@ class CustomClass(StatelessProposer):
         return draft.cut(np.minimum(draft.length_B.cpu().numpy(), context.max_draft_B))
 
 
-def load(path: str, available: dict[str, Any]) -> Any:
-    """Import the class, with the defaults of StatelessProposer behind its own methods, and construct it with those of
-    `available` that its constructor names. Each failure has an error."""
+def find_class(path: str) -> Any:
+    """Import the class. Raises ValueError, one line, if there is none."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
         raise ValueError(f"model={path!r} of custom_class must be a dotted path, 'package.module.Class'")
@@ -111,7 +114,14 @@ def load(path: str, available: dict[str, Any]) -> Any:
         ) from error
     if not hasattr(module, class_name):
         raise ValueError(f"custom_class: module {module_name!r} has no class {class_name!r}")
-    cls = getattr(module, class_name)
+    return getattr(module, class_name)
+
+
+def load(path: str, available: dict[str, Any]) -> Any:
+    """The class, with the defaults of StatelessProposer behind its own methods, constructed with those of `available` that its
+    constructor names. Each failure has an error."""
+    cls = find_class(path)
+    class_name = cls.__name__ if hasattr(cls, "__name__") else path
     try:
         if not issubclass(cls, StatelessProposer):
             cls = type(class_name, (cls, StatelessProposer), {})

@@ -25,6 +25,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
 from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.trainable import TrainableDrafter
+from specdec.files import write_json
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
@@ -111,7 +112,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     if processes.is_main_process:
         cfg.claim(identity)
         if data.skipped:
-            records.write_json(out_dir / "left_out.json", data.skipped_at)
+            write_json(out_dir / "left_out.json", data.skipped_at)
     processes.wait_for_everyone()
     prompts = prompts_of(held_out, cfg.eval.num_prompts)
 
@@ -217,7 +218,7 @@ def write_results(
     rows = metrics.rows.rows
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
     outcome = {"environment": records.environment(), "last_metrics": rows[-1] if rows else None}
-    records.write_json(out_dir / "summary.json", identity | result | cpu_s | outcome)
+    write_json(out_dir / "summary.json", identity | result | cpu_s | outcome)
     title = f"{cfg.method.name} for {target.name}, {cfg.data.name} data"
     plot = training_report.plot_training(rows, title, out_dir / "train.png")
     where = metrics.close(result, [plot])

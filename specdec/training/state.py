@@ -29,6 +29,7 @@ from specdec.checkpoint import native
 from specdec.drafter.batch import Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import apply_umask, write_atomically
+from specdec.run_dir import link
 from specdec.training.metrics import MetricWindow
 from specdec.training.settings import Settings
 
@@ -231,7 +232,7 @@ class TrainState:
                 if final.exists():  # a run that was resumed from before it
                     final.rename(final.with_name(f".{final.name}.old"))
                 temporary.rename(final)
-                _link(self.out_dir / "last", final)
+                link(self.out_dir / "last", final)
             except (OSError, SafetensorError) as error:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise OSError(
@@ -281,7 +282,7 @@ class TrainState:
         if self.best and not self.directory(self.best["step"]).exists():
             self.best = None  # it was removed: the next one that is evaluated is the best again
         if self.is_main:
-            _link(self.out_dir / "last", checkpoints[-1])
+            link(self.out_dir / "last", checkpoints[-1])
         self.link_best()
         with torch.no_grad():
             for key, value in self.drafter.state_dict().items():
@@ -302,7 +303,7 @@ class TrainState:
 
     def link_best(self) -> None:
         if self.is_main and self.best:
-            _link(self.out_dir / "best", self.directory(self.best["step"]))
+            link(self.out_dir / "best", self.directory(self.best["step"]))
 
     def prune(self) -> None:
         """Remove all checkpoints but the last few and the best. One that exists because the run was stopped is removed as soon
@@ -356,11 +357,3 @@ def _copy_into(tensor: Tensor, value: Tensor) -> None:
             f"resume=true, but a tensor is {list(value.shape)} there and {list(tensor.shape)} here; use the same settings"
         )
     tensor.copy_(_laid_out_as(tensor, value))
-
-
-def _link(path: Path, to: Path) -> None:
-    """Point a link at a directory beside it, atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(to.relative_to(path.parent))
-    temporary.replace(path)

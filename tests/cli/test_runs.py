@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -26,7 +27,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from specdec import hub, lock, method, script
+from specdec import hub, lock, method, run_dir, script
 from specdec.checkpoint import native
 from specdec.config import CONF
 from specdec.drafter.base import Init
@@ -74,7 +75,7 @@ def test_every_script_is_here() -> None:
 
 
 def lock_of(name: str, out: Path) -> Path:
-    return out / records.LOCK if HYDRA[name][1] == "out_dir" else out.with_name(f".{out.name}.lock")
+    return out / run_dir.LOCK if HYDRA[name][1] == "out_dir" else out.with_name(f".{out.name}.lock")
 
 
 @contextlib.contextmanager
@@ -104,7 +105,7 @@ def test_a_second_process_is_told_who_has_the_directory(name: str, tmp_path: Pat
     out = tmp_path / "new" / "run"
     with held(lock_of(name, out)) as process:
         if name in RESUMES:
-            (out / records.MARKER).write_text("{}")
+            (out / run_dir.MARKER).write_text("{}")
         before = contents(tmp_path)
         for more in ([], ["resume=true"]) if name in RESUMES else ([],):
             error = run(name, *arguments, *more, f"{key}={out}", cwd=tmp_path).error
@@ -143,7 +144,7 @@ def test_weights_that_changed_under_their_name_are_another_run(tmp_path: Path) -
 
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     """Nor does one that has ended, of which nothing is left at all."""
-    path = tmp_path / "a" / "b" / records.LOCK
+    path = tmp_path / "a" / "b" / run_dir.LOCK
     with held(path) as process:
         with pytest.raises(ValueError, match="in use by process"):
             lock.acquire(path, "out_dir=x")
@@ -156,7 +157,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     (tmp_path / "a" / "b" / "kept").write_text("")
     lock.release()
     assert list((tmp_path / "a" / "b").iterdir()) == [tmp_path / "a" / "b" / "kept"]
-    lock.acquire(tmp_path / "c" / "d" / records.LOCK, "out_dir=x")
+    lock.acquire(tmp_path / "c" / "d" / run_dir.LOCK, "out_dir=x")
     lock.release()
     assert not (tmp_path / "c").exists(), "directories that were made for nothing go"
 
@@ -172,9 +173,9 @@ def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) 
     def child() -> None:
         barrier.wait(30)
         try:
-            records.reserve(out_dir, resume=False)
+            run_dir.reserve(out_dir, resume=False)
             time.sleep(0.05)
-            records.claim(out_dir, False, {"pid": os.getpid()})
+            run_dir.claim(out_dir, False, {"pid": os.getpid()})
             messages.put((os.getpid(), None))
             over.wait(30)
         except ValueError as error:
@@ -188,7 +189,7 @@ def test_of_processes_that_begin_at_once_one_gets_the_directory(tmp_path: Path) 
     for process in children:
         process.join(30)
     (winner,) = [pid for pid, error in answers if error is None]
-    assert json.loads((out_dir / records.MARKER).read_text()) == {"pid": winner}
+    assert json.loads((out_dir / run_dir.MARKER).read_text()) == {"pid": winner}
     assert all(f"in use by process {winner} on" in error for pid, error in answers if pid != winner)
 
 
@@ -202,11 +203,11 @@ def test_a_file_system_without_locks_is_named(
         raise error
 
     monkeypatch.setattr(lock.FileLock, "acquire", refuse)
-    records.claim(tmp_path / "run", False, {})
+    run_dir.claim(tmp_path / "run", False, {})
     lock.release()
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"note: {tmp_path / 'run'}: no locks on this file system; start no second process there"
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [records.MARKER]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [run_dir.MARKER]
 
 
 def test_a_file_system_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +216,108 @@ def test_a_file_system_that_is_read_only_is_named(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(lock.FileLock, "acquire", refuse)
     error = run("eval/run", *FEW, f"out_dir={tmp_path / 'run'}", cwd=tmp_path).error
-    assert error == f"error: {tmp_path / 'run' / records.LOCK}: Read-only file system"
+    assert error == f"error: {tmp_path / 'run' / run_dir.LOCK}: Read-only file system"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_ranks_leave_the_directory_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with held(tmp_path / "run" / records.LOCK):
-        records.reserve(tmp_path / "run", resume=False)
+    with held(tmp_path / "run" / run_dir.LOCK):
+        run_dir.reserve(tmp_path / "run", resume=False)
+
+
+def test_every_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
+    """outputs/NAME/START, and `latest` leads to the last one, where resume=true goes on."""
+    name = "demo-tiny-llama-ngram-standard"
+    for _ in range(2):
+        done = run("eval/run", *FEW, cwd=tmp_path)
+        assert done.code == 0, done.err
+    link = tmp_path / "outputs" / name / "latest"
+    first, second = sorted(path for path in link.parent.iterdir() if path != link)
+    assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", path.name) for path in (first, second))
+    assert link.resolve() == (second if f"written to outputs/{name}/{second.name}" in done.out else first).resolve()
+    before = contents(link.resolve())
+    again = run("eval/run", *FEW, "resume=true", cwd=tmp_path)
+    assert again.code == 0, again.err
+    assert again.out.splitlines()[-1] == f"written to outputs/{name}/{link.resolve().name}", "the directory, not the link"
+    assert contents(link.resolve()).keys() == before.keys()
+    done = run("eval/run", *FEW, "name=other", "resume=true", cwd=tmp_path)
+    assert done.err.splitlines()[-1] == "error: resume=true, but out_dir=outputs/other/latest holds no run; leave resume out"
+
+
+def test_a_checkpoint_brings_its_target(tmp_path: Path) -> None:
+    """Where the command line names none: the model.path, of its own formats and of others'."""
+    directory = tmp_path / "drafter"
+    directory.mkdir()
+    qwen3 = CausalLM("tiny-qwen3", "float32", "cpu")
+    native.save(directory, method.find("eagle3").init_checkpoint(qwen3, {}, Init()), {}, "")
+    shared = tmp_path / "shared"
+    done = run("train/share", f"checkpoint={directory}", "format=speculators", f"out={shared}", cwd=tmp_path)
+    assert done.code == 0, done.err
+    for number, path in enumerate((directory, shared)):
+        out_dir = tmp_path / str(number)
+        done = run("eval/run", f"checkpoint={path}", "limit=1", "sampling.max_tokens=4", f"out_dir={out_dir}", cwd=tmp_path)
+        assert done.code == 0, done.err
+        assert json.loads((out_dir / "summary.json").read_text())["target"] == "tiny-qwen3"
+    refused = run("eval/run", f"checkpoint={directory}", "model=tiny", "limit=1", cwd=tmp_path)
+    assert "was trained for tiny-qwen3" in refused.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words", [("limt=3",), ("checkpoint=/nowhere",), ("model.path=/nowhere",), ("out_dir=taken",), ("out_dir=taken", "limit=1")]
+)
+def test_a_typo_is_found_before_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """In less than the seconds that the import takes."""
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / run_dir.MARKER).write_text("{}")
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]\n"
+        "sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    script_path = ROOT / "eval" / "run.py"
+    command = [sys.executable, "-c", code, str(script_path), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "torch" not in done.stderr
+
+
+def test_a_class_is_imported_before_the_target_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(target.CausalLM, "__init__", loaded)
+    for words, line in (
+        (("method=custom_class", "method.model=nowhere.Mine"), "custom_class: cannot import 'nowhere'"),
+        (("method=draft_model", "method.model=/nowhere"), "model '/nowhere': no such directory"),
+    ):
+        done = run("eval/run", "model=tiny", *words, cwd=tmp_path)
+        assert line in done.err.splitlines()[-1]
+
+
+def test_processes_of_one_torchrun_have_one_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in (("TORCHELASTIC_RUN_ID", "none"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(key, value)
+    started = FORK.Queue()
+    processes = [FORK.Process(target=lambda: started.put(run_dir.start())) for _ in range(2)]
+    for process in processes:
+        process.start()
+    assert started.get(timeout=30) == started.get(timeout=30)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="several machines: give out_dir="):
+        run_dir.start()
+
+
+def test_a_sweep_has_one_directory_of_its_own(tmp_path: Path) -> None:
+    sweep = ("-m", *FEW, "method=none,ngram")
+    assert run("eval/run", *sweep, cwd=tmp_path).code == 0
+    link = tmp_path / "outputs" / "demo-tiny-llama-sweep-method" / "latest"
+    assert sorted(path.name for path in link.iterdir() if path.is_dir()) == ["0-none", "1-ngram"]
+    (link / "1-ngram" / "summary.json").unlink()
+    done = run("eval/run", *sweep, "resume=true", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (link / "1-ngram" / "summary.json").exists()
+    assert len(list(link.parent.iterdir())) == 2, "the sweep and the link"
 
 
 def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -411,7 +506,7 @@ def test_no_room_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "write_text", full)
     error = run("eval/run", *FEW, f"out_dir={tmp_path / 'run'}", cwd=tmp_path).error
-    assert error == f"error: {tmp_path / 'run' / records.LOCK}: No space left on device; make room"
+    assert error == f"error: {tmp_path / 'run' / run_dir.LOCK}: No space left on device; make room"
 
 
 @EVERY
@@ -522,7 +617,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pyt
     assert run("eval/run", *FEW, *WANDB, f"out_dir={tmp_path / 'other'}", cwd=tmp_path).code == 0
     first, second, other = inits
     assert (first["id"], first["resume"]) == (second["id"], second["resume"]) == (inits[0]["id"], "allow")
-    assert json.loads((tmp_path / "run" / records.WANDB_ID).read_text()) == {"id": first["id"]}
+    assert json.loads((tmp_path / "run" / run_dir.WANDB_ID).read_text()) == {"id": first["id"]}
     assert other["id"] != first["id"]
 
 

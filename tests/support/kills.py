@@ -38,7 +38,7 @@ with script.one_line():
     import torch
     from safetensors.torch import load_file
 
-    from specdec import artifact
+    from specdec import artifact, run_dir
     from specdec.checkpoint import native
     from specdec.config import CONF
     from specdec.measure import records
@@ -139,7 +139,7 @@ class Kind:
     name: str  # of the output
     contents: Callable[[Path], Any]
     check: Callable[[Path], None] = lambda out: None
-    has_started: Callable[[Path], bool] = lambda out: (out / records.MARKER).exists()
+    has_started: Callable[[Path], bool] = lambda out: (out / run_dir.MARKER).exists()
     resumes: bool = True
     evaluations: bool = False
     seconds: float = math.nan  # of an uninterrupted run
@@ -378,7 +378,7 @@ def ended_for_good(kind: Kind, straight: Any, folder: Path) -> list[str]:
             assert all(straight[name] == row for name, row in rows.items()), "a row differs"
             out = (folder / "again") / kind.name
             out.parent.mkdir()
-            if (folder / kind.name / records.MARKER).exists():
+            if (folder / kind.name / run_dir.MARKER).exists():
                 refused = kind.go(folder)
                 assert refused.code == 1, "its directory is taken again"
                 assert "resume=true" not in refused.err, f"it advises what it refuses: {refused.err}"
