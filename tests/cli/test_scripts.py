@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import LLM, SamplingParams, config, method
+from specdec import LLM, SamplingParams, checkpoint, config, hub, method
 from specdec.config import CONF
 from support import peer_vllm
 
@@ -71,6 +71,8 @@ def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
         patch.chdir(directory)
         patch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
         patch.setattr(config, "launch", resolve_only)
+        patch.setattr(hub, "locate", lambda name, what: None)
+        patch.setattr(checkpoint, "target_of", lambda path: None)
         patch.setattr(method, "of_checkpoint", lambda path: EXAMPLE_METHOD)
         if "config.launch" not in (ROOT / words[0]).read_text():
             patch.setattr(argparse.ArgumentParser, "parse_args", stop_after)
