@@ -26,9 +26,10 @@ def run(cfg: Bench) -> None:
     import torch
     from transformers.utils import logging
 
+    from specdec import config
     from specdec.core import Request
     from specdec.files import write_json
-    from specdec.measure import bench, records, stats, tasks
+    from specdec.measure import bench, logger, records, stats, tasks
     from specdec.measure.report import bench as bench_report
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
@@ -68,6 +69,8 @@ def run(cfg: Bench) -> None:
     console.show(*bench_report.bench_tables(results))
     if target.device.type == "cpu" and (reasons := stats.busy_reasons({}, bench.busiest(results["speed"]))):
         console.show(f"{run_report.busy_note(reasons, None)}; compare the ratios by CPU time")
+    wandb_run = logger.WandbRun(config.plain(cfg), "bench")
+    wandb_run.finish(results, [out_dir / "bench.json"])
     console.show(f"written to {out_dir}")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def run(cfg: Choose) -> dict[str, Any]:
     from specdec import config
     from specdec.files import write_json
-    from specdec.measure import choose, records, serving
+    from specdec.measure import choose, logger, records, serving
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
     from specdec.measure.report.table import markdown
@@ -48,6 +48,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     context = cfg.cost_context or choose.typical_context(target, chosen, params)
     choose.measure_costs(runs, context, cfg.cost_repeats, params)
     cfg.claim(identity)
+    wandb_run = logger.WandbRun(config.plain(cfg), "choose")
     for name, each in runs.items():
         each.save_costs(out_dir / f"cost-{name}.json")
 
@@ -63,6 +64,7 @@ def run(cfg: Choose) -> dict[str, Any]:
             times = {"arrival_s": timing.arrival_s, "added_s": timing.added_s}
             row = records.request_record(task, 1, request, target.tokenizer, common | times)
             rows.add({**row, "id": request.id})
+            wandb_run.log({f"choose/{level}/{name}/decode_tokens_per_s": row["decode_tokens_per_s"]})
             advance(1, f"rate {level}, {name}")
     rows.close()
 
@@ -77,10 +79,12 @@ def run(cfg: Choose) -> dict[str, Any]:
     }
     write_json(out_dir / "choose.json", summary)
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg.task.name}"
-    choose_report.plot_choose(summary, title, out_dir / "choose.png")
+    plot = choose_report.plot_choose(summary, title, out_dir / "choose.png")
     console.show(*choose_report.choose_tables(summary, title), "")
     print(markdown(*choose_report.choose_cells(summary)), end="\n\n")  # without line breaks inside a row
-    console.show(*choose_report.verdicts_and_notes(summary), f"written to {out_dir}")
+    console.show(*choose_report.verdicts_and_notes(summary))
+    wandb_run.finish(summary, [plot, out_dir / "choose.json"])
+    console.show(f"written to {out_dir}")
     return summary
 
 

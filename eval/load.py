@@ -24,7 +24,7 @@ def run(cfg: Load) -> dict[str, Any]:
     from specdec import config
     from specdec.engine import Engine
     from specdec.files import write_json
-    from specdec.measure import arrivals, load, logger, records, serving, stats
+    from specdec.measure import arrivals, load, logger, records, serving, stats, tasks
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
@@ -49,12 +49,13 @@ def run(cfg: Load) -> dict[str, Any]:
         **cfg.engine,
     }
     cfg.claim(identity)
+    wandb_run = logger.WandbRun(config.plain(cfg), "load")
     print("warming up", file=sys.stderr)
     serving.warm_up(engine)
 
     facts = {"num_speculative_tokens": proposer.num_speculative_tokens, "lossless": verifier.lossless}
     common = {"method": plan.method, "rejection": verifier.name, **facts}
-    interruption = load.decode(engine, chosen, at, cfg.sampling, cfg.seed, out_dir, common)
+    interruption = load.decode(engine, chosen, at, cfg.sampling, cfg.seed, out_dir, common, wandb_run.log_request)
     timings = load.read_timings(out_dir)
     if not timings:
         assert interruption is not None
@@ -77,10 +78,8 @@ def run(cfg: Load) -> dict[str, Any]:
         console.show(run_report.busy_note(reasons, None))
     if not verifier.lossless:
         console.show(f"lossless: NO, {verifier.name} does not preserve the target's distribution")
-    if cfg.logger.name == "wandb":
-        rows = list(records.rows_in(out_dir / "requests.jsonl"))
-        where = logger.to_wandb(config.plain(cfg), rows, summary | {"categories": summary["phases"]}, [plot])
-        console.show(f"wandb: {where}")
+    rows = list(records.rows_in(out_dir / "requests.jsonl"))
+    wandb_run.finish(numbers, [plot, out_dir / "summary.json"], rows, tasks.prompt_texts(chosen))
     console.show(f"written to {out_dir}")
     if interruption is not None:
         later = f", {interruption.num_not_due} were not due yet" if interruption.num_not_due else ""

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def run(cfg: ProfileCost) -> None:
-    from specdec.measure import acceptance, records
+    from specdec import config
+    from specdec.files import read_json_object
+    from specdec.measure import acceptance, logger, records
     from specdec.measure.report import console
     from specdec.measure.report import cost as cost_report
     from specdec.policy import cost_table, profiling
@@ -60,9 +62,11 @@ def run(cfg: ProfileCost) -> None:
     table.save(out_dir / "cost.json")
     about = table.about
     title = f"{plan.method} on {target.name}, {about['dtype']}, context {about['context']}"
-    cost_report.plot_cost(table, title, out_dir / "cost.png")
+    plot = cost_report.plot_cost(table, title, out_dir / "cost.png")
     console.show(*shown)
     print(proposal, end="")  # without line breaks: to be copied
+    wandb_run = logger.WandbRun(config.plain(cfg), "cost")
+    wandb_run.finish(read_json_object(out_dir / "cost.json"), [plot, out_dir / "cost.json"])
     console.show(f"written to {out_dir / 'cost.json'}")
 
 

@@ -60,12 +60,15 @@ def run(cfg: Eval) -> dict[str, Any]:
         "tensor_parallel_size": cfg.tensor_parallel_size,
         **cfg.engine,
     }
+    wandb_run = None
     if processes.is_main:  # of several processes with the same answers, one writes
         cfg.claim(identity)
+        wandb_run = logger.WandbRun(config.plain(cfg), "eval")
 
-    files = evaluate.decode(passes, chosen, cfg.sampling, cfg.seed)
+    on_request = wandb_run.log_request if wandb_run else lambda row: None
+    files = evaluate.decode(passes, chosen, cfg.sampling, cfg.seed, on_request)
     verify_s = evaluate.verify_seconds(engine, files, min(cfg.max_batch_size, len(chosen)))
-    if not processes.is_main:
+    if wandb_run is None:
         return {}
     summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
     write_json(out_dir / "summary.json", summary)
@@ -75,8 +78,8 @@ def run(cfg: Eval) -> dict[str, Any]:
     gain = run_report.speedup_line(summary["overall"])
     console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")
     console.show(*evaluate.notes(engine, summary))
-    if cfg.logger.name == "wandb":
-        console.show(f"wandb: {logger.to_wandb(config.plain(cfg), files[-1].rows, summary, [plot])}")
+    numbers = {key: summary[key] for key in ("overall", "categories", "lossless_said")}
+    wandb_run.finish(numbers, [plot, out_dir / "summary.json"], files[-1].rows, tasks.prompt_texts(chosen))
     console.show(f"written to {out_dir}")
     return summary
 

@@ -167,7 +167,11 @@ def _with_job_directory(record: Any) -> Any:
     out_dir = Path(record.out_dir) / folder
     # of an interrupted sweep, some jobs have not begun
     resume = record.resume and (out_dir / run_dir.MARKER).exists()
-    return record.model_copy(update={"out_dir": str(out_dir), "resume": resume})
+    changed: dict[str, Any] = {"out_dir": str(out_dir), "resume": resume}
+    if getattr(record, "logger", None) is not None and record.logger.name == "wandb" and record.logger.group is None:
+        group = "-".join(Path(record.out_dir).parts[-2:])
+        changed["logger"] = record.logger.model_copy(update={"group": group})
+    return record.model_copy(update=changed)
 
 
 @contextlib.contextmanager

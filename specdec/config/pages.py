@@ -356,6 +356,7 @@ class ProfileCost(Decoding):
     """conf/profile_cost.yaml"""
 
     not_resumed: ClassVar[str] = NOT_RESUMED["profile_cost"]
+    logger: Logger
     max_draft: Count | None
     context: Count
     repeats: Count
@@ -377,6 +378,7 @@ class Choose(Run):
     runs: Annotated[dict[Any, Any], Field(description="a mapping of names to runs, such as {{a: {{method: ngram}}}}")] | None
     rates: Annotated[list[Any], Field(description="a list, such as [one,all]")]
     rounds: Count
+    logger: Logger
     seed: Seed
     cost_context: Count | None
     cost_repeats: Count
@@ -401,6 +403,7 @@ class Bench(Output):
     task: Task
     limit: Count | None
     max_tokens: Count
+    logger: Logger
     dtypes: Annotated[list[str], Field(min_length=1, description="a list of types, such as [float32,bfloat16]")]
     threads: Counts
     num_speculative_tokens: Count

@@ -41,9 +41,19 @@ class Pass:
         }
 
 
-def decode(passes: Sequence[Pass], chosen: list[Task], params: SamplingParams, seed: int) -> list[JsonlFile]:
-    """Decode what the files of the passes do not have yet, group by group with every pass in turn. Returns the files: none in
-    a process that does not write."""
+def decode(
+    passes: Sequence[Pass],
+    chosen: list[Task],
+    params: SamplingParams,
+    seed: int,
+    on_request: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[JsonlFile]:
+    """Decode what the files of the passes do not have yet, group by group with every pass in turn.
+
+    on_request: takes the row of every request that has finished, in the process that writes.
+
+    Returns the files: none in a process that does not write.
+    """
     target = passes[0].engine.target
     is_main = target.processes.is_main
     files = [JsonlFile(each.path) for each in passes] if is_main else []
@@ -56,7 +66,9 @@ def decode(passes: Sequence[Pass], chosen: list[Task], params: SamplingParams, s
             for place, each in enumerate(passes):
                 for task, turn, request in tasks.decode(each.engine, group, params, seed, answered[place]):
                     if is_main:
-                        files[place].add(records.request_record(task, turn, request, target.tokenizer, each.facts))
+                        row = records.request_record(task, turn, request, target.tokenizer, each.facts)
+                        files[place].add(row)
+                        on_request(row)
                     advance(each.method)
     for file in files:
         file.close()

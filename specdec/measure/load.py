@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -45,6 +45,7 @@ def decode(
     seed: int,
     out_dir: Path,
     common: dict[str, Any],
+    on_request: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Interruption | None:
     """Decode the requests as they arrive, and write requests.jsonl and steps.jsonl while doing so. Ctrl-C and SIGTERM end it
     early.
@@ -53,6 +54,7 @@ def decode(
     chosen, arrivals, params, seed: the requests.
     out_dir: of the run.
     common: what all rows have in common.
+    on_request: takes the row of every request that has finished.
     """
     rows = records.JsonlFile(out_dir / "requests.jsonl", keep=False)
     steps = records.JsonlFile(out_dir / "steps.jsonl", keep=False)
@@ -75,7 +77,9 @@ def decode(
         try:
             for arrival_s, added_s, request in finished:
                 row = records.request_record(task_of.pop(request.id), 1, request, engine.target.tokenizer, common)
-                rows.add({**row, "id": request.id, "arrival_s": arrival_s, "added_s": added_s})
+                row |= {"id": request.id, "arrival_s": arrival_s, "added_s": added_s}
+                rows.add(row)
+                on_request(row)
                 advance()
         except KeyboardInterrupt as error:
             stopped_s = engine.clock() - begin

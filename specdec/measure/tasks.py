@@ -208,6 +208,11 @@ def request_id(task: Task, turn: int) -> str:
     return f"{task.id}/{turn}"
 
 
+def prompt_texts(tasks: list[Task]) -> dict[str, str]:
+    """The last user turn of every request, by its id."""
+    return {request_id(task, turn): text for task in tasks for turn, text in enumerate(task.turns, 1)}
+
+
 def fingerprint(tasks: list[Task]) -> str:
     """A hash of the prompts, to see whether two runs had the same."""
     entries = []

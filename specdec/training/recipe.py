@@ -121,7 +121,8 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         proposer = method.build(cfg.method.name, target, model=str(saved), **drafting)
         return acceptance(target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size)
 
-    metrics = logger.Metrics(out_dir, config.plain(cfg)) if processes.is_main_process else None
+    wandb_run = logger.WandbRun(config.plain(cfg), "train") if processes.is_main_process else None
+    metrics = logger.Metrics(out_dir, wandb_run) if wandb_run else None
     with console.training_progress(cfg.train.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
 
         def log(row: dict[str, Any]) -> None:
@@ -134,8 +135,8 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
             log=log, advance=advance, provenance={"identity": identity, "environment": records.environment()},
             resume=cfg.resume,
         )  # fmt: skip
-    if metrics is not None:
-        write_results(cfg, target, metrics, identity, result)
+    if metrics is not None and wandb_run is not None:
+        write_results(cfg, target, metrics, wandb_run, identity, result)
         console.show(f"written to {out_dir}; decode with it:")
         count = f"method.num_speculative_tokens={drafting['num_speculative_tokens']}"
         print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
@@ -211,7 +212,12 @@ def identity_of(
 
 
 def write_results(
-    cfg: Train, target: CausalLM, metrics: logger.Metrics, identity: dict[str, Any], result: dict[str, Any]
+    cfg: Train,
+    target: CausalLM,
+    metrics: logger.Metrics,
+    wandb_run: logger.WandbRun,
+    identity: dict[str, Any],
+    result: dict[str, Any],
 ) -> None:
     """summary.json and the plot, and what became of the run on the console."""
     out_dir = Path(cfg.out_dir)
@@ -221,7 +227,8 @@ def write_results(
     write_json(out_dir / "summary.json", identity | result | cpu_s | outcome)
     title = f"{cfg.method.name} for {target.name}, {cfg.data.name} data"
     plot = training_report.plot_training(rows, title, out_dir / "train.png")
-    where = metrics.close(result, [plot])
+    metrics.rows.close()
+    wandb_run.finish(result, [plot, out_dir / "summary.json"])
     if result["interrupted"]:
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
     if result["best"]:
@@ -229,8 +236,6 @@ def write_results(
         console.show(
             f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
         )
-    if where:
-        console.show(f"wandb: {where}")
 
 
 def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:

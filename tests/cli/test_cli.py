@@ -24,6 +24,7 @@ from specdec.measure import bench, records, stats, tasks
 from specdec.model.target import CausalLM
 from support.cli import EVAL, Cli, Done, call, contents, outputs, rows_of, write_tasks
 from support.processes import ended, fork, start, wait_for_lines
+from support.wandb_offline import FakeRun, offline_history, offline_summary
 
 SMALL = ("experiment=tiny", "limit=2", "sampling.max_tokens=8")
 # `tiny` drafts for itself, so at temperature 0 every draft is accepted
@@ -646,21 +647,69 @@ def test_wandb_without_a_key_is_kept_offline(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "home").mkdir()
     (tmp_path / "cwd").mkdir()
     out_dir = tmp_path / "run"
-    arguments = (*SMALL, "logger=wandb", f"out_dir={out_dir}")
+    arguments = (*SMALL, *SELF, "logger=wandb", f"out_dir={out_dir}")
     env = {"HOME": str(tmp_path / "home"), "SPECDEC_CACHE": cache}
     done = ended(start(EVAL / "run.py", *arguments, cwd=tmp_path / "cwd", **env))
     assert done.code == 0, done.err
     assert "wandb: offline" in done.out
     assert list((tmp_path / "cwd").iterdir()) == []
     (kept,) = (out_dir / "wandb").glob("offline-run-*")
-    assert list(kept.glob("*.wandb"))
+    assert f"`wandb sync {kept}` uploads it" in done.out
+    (stored,) = kept.glob("*.wandb")
     (file,) = kept.glob("files/media/table/*.json")
     table = json.loads(file.read_text())
     rows = rows_of(out_dir / "requests.jsonl")
     assert {"id", "category", "method", "lossless", "tokens_per_step", "seed"} <= set(table["columns"])
-    place = table["columns"].index("id")
-    assert [line[place] for line in table["data"]] == [row["id"] for row in rows]
+    column = {name: [line[place] for line in table["data"]] for place, name in enumerate(table["columns"])}
+    assert column["id"] == [row["id"] for row in rows]
+    assert column["text"] == [row["text"] for row in rows]
+    turns = {task.id: task.turns for task in tasks.load(tasks.DEMO)}
+    assert column["prompt"] == [turns[row["prompt_id"]][row["turn"] - 1] for row in rows]
+
+    # live: a line per request as it finished, in the order of requests.jsonl
+    history = offline_history(stored)
+    for prefix, name in (("eval", "requests"), ("eval/plain", "baseline")):
+        key = f"{prefix}/decode_tokens_per_s"
+        logged = [json.loads(metrics[key]) for metrics in history if key in metrics]
+        assert logged == [pytest.approx(row["decode_tokens_per_s"]) for row in rows_of(out_dir / f"{name}.jsonl")]
+    summary = json.loads((out_dir / "summary.json").read_text())
+    held = offline_summary(stored)
+    overall = summary["overall"]
+    assert held["eval/overall/speedup"] == pytest.approx(overall["speedup"])
+    assert held["eval/overall/acceptance_rate_per_position/1"] == pytest.approx(overall["acceptance_rate_per_position"][0])
+    for category, numbers in summary["categories"].items():
+        name = f"eval/categories/{category}/mean_acceptance_length"
+        assert held.get(name) == pytest.approx(numbers["mean_acceptance_length"])
+    assert held["eval/lossless_said"] == summary["lossless_said"]
     assert list(kept.glob("files/media/images/*.png"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "key"),
+    [
+        ("load", (*SMALL, "method=ngram", "request_rate=50"), "load/overall/num_requests"),
+        (
+            "choose",
+            ("model=tiny", "methods=[none,ngram]", "rates=[one,all]", "limit=1", "sampling.max_tokens=4"),
+            "choose/num_requests",
+        ),
+        ("profile_cost", ("model=tiny", "repeats=2"), "cost/about/context"),
+    ],
+)
+def test_other_measurements_reach_wandb(name: str, arguments: tuple[str, ...], key: str, cli: Cli, tmp_path: Path) -> None:
+    done = cli(name, *arguments, "logger=wandb", "logger.mode=offline", f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    (stored,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    assert key in offline_summary(stored)
+
+
+def test_the_runs_of_a_sweep_are_a_group_of_wandb(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[str] = []
+    monkeypatch.setattr("wandb.init", lambda **kwargs: groups.append(kwargs["group"]) or FakeRun())
+    sweep = ("-m", "method=none,ngram", "experiment=tiny", "limit=1", "sampling.max_tokens=4")
+    done = cli("run", *sweep, "logger=wandb", "logger.mode=offline", f"out_dir={tmp_path / 'sweep'}")
+    assert done.code == 0, done.err
+    assert groups == [f"{tmp_path.name}-sweep"] * 2
 
 
 def test_the_benchmark_runs(tmp_path: Path, cli: Cli) -> None:

@@ -35,6 +35,7 @@ from specdec.measure import records
 from specdec.model import target
 from specdec.model.target import CausalLM
 from support.cli import OFFLINE, call, contents, outputs, rows_of
+from support.wandb_offline import FakeRun
 
 ROOT = CONF.parent
 FORK = multiprocessing.get_context("fork")
@@ -593,19 +594,6 @@ def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytes
 # ------------------------------------------------------------------------------------------- W&B, and what is shared
 
 
-class FakeRun:
-    dir = "somewhere"
-
-    def __init__(self) -> None:
-        self.summary: dict[str, Any] = {}
-
-    def log(self, *args: Any, **more: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inits: list[dict[str, Any]] = []
     monkeypatch.setattr("wandb.init", lambda **kwargs: inits.append(kwargs) or FakeRun())
@@ -621,7 +609,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb(tmp_path: Path, monkeypatch: pyt
     assert other["id"] != first["id"]
 
 
-def test_what_wandb_refuses_at_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_wandb_refuses_is_known_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     def refuse(**kwargs: Any) -> Any:
@@ -631,7 +619,7 @@ def test_what_wandb_refuses_at_the_end_loses_nothing(tmp_path: Path, monkeypatch
     done = run("eval/run", *FEW, *WANDB, f"out_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == 1
     assert done.err.splitlines()[-1].startswith("error: logger=wandb: CommError: no such entity; fix that, or use ")
-    assert (tmp_path / "run" / "summary.json").exists()
+    assert not (tmp_path / "run" / "requests.jsonl").exists()
 
 
 @cache

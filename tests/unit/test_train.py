@@ -61,6 +61,7 @@ from support.training import (
     train,
     trainable,
 )
+from support.wandb_offline import offline_history
 
 KINDS = ["eagle", "eagle3"]
 BOTH = pytest.mark.parametrize("kind", KINDS)
@@ -1245,31 +1246,9 @@ def test_two_processes_are_one(trained: Fitted, arguments: list[str], cli: Cli, 
 # ----------------------------------------------------------------------------------------- W&B, and decoding with it
 
 
-def offline_records(path: Path) -> list[bytes]:
-    """Of an offline run: after 7 bytes of W&B's, the log format of LevelDB, whose blocks of 32 KiB hold pieces with a checksum
-    (4 bytes), a length (2) and a type (1 whole, 2 first, 3 middle, 4 last)."""
-    stored = path.read_bytes()
-    records = [b""]
-    place = 7
-    assert stored.startswith(b":W&B")
-    while place + 7 <= len(stored):
-        if (room := 32768 - place % 32768) < 7:
-            place += room
-            continue
-        size = int.from_bytes(stored[place + 4 : place + 6], "little")
-        kind = stored[place + 6]
-        records[-1] += stored[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):
-            records.append(b"")
-    return records[:-1]
-
-
 def test_wandb_offline_holds_the_metrics(
     arguments: list[str], trained: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wandb.proto import wandb_internal_pb2
-
     cache_dir = os.environ.get("SPECDEC_CACHE") or str(Path.home() / ".cache" / "specdec")
     for key in [key for key in os.environ if key.startswith("WANDB_")]:
         monkeypatch.delenv(key)
@@ -1284,24 +1263,20 @@ def test_wandb_offline_holds_the_metrics(
     assert "wandb: offline" in done.out
     assert list((tmp_path / "cwd").iterdir()) == []
     (path,) = out_dir.glob("wandb/offline-run-*/*.wandb")
-    history: list[dict[str, Any]] = []
-    for offline_record in offline_records(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(offline_record)
-        if record.WhichOneof("record_type") == "history":
-            history.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    history = offline_history(path)
     rows = rows_of(out_dir / "metrics.jsonl")
-    by_step = {int(metrics["_step"]): metrics for metrics in history if "loss" in metrics}
+    by_step = {int(metrics["_step"]): metrics for metrics in history if "train/loss" in metrics}
     assert sorted(by_step) == [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         metrics = {key: json.loads(value) for key, value in by_step[row["step"]].items()}
         for key in ("loss", "lr", "grad_norm", "tokens_per_s"):
-            assert metrics[key] == pytest.approx(row[key], rel=1e-6), key
+            assert metrics[f"train/{key}"] == pytest.approx(row[key], rel=1e-6), key
         for key in ("accuracy", "one_minus_tv"):
-            assert metrics[f"{key}/1"] == pytest.approx(row[key][0], rel=1e-6)
+            assert metrics[f"train/{key}/1"] == pytest.approx(row[key][0], rel=1e-6)
     last = {key: json.loads(value) for key, value in by_step[4].items()}
-    assert last["mean_acceptance_length"] == pytest.approx(rows[-1]["mean_acceptance_length"])
-    assert last["acceptance_rate_per_position/1"] == pytest.approx(rows[-1]["acceptance_rate_per_position"][0])
+    assert last["eval/mean_acceptance_length"] == pytest.approx(rows[-1]["mean_acceptance_length"])
+    assert last["val/loss"] == pytest.approx(rows[-1]["val_loss"])
+    assert last["eval/acceptance_rate_per_position/1"] == pytest.approx(rows[-1]["acceptance_rate_per_position"][0])
 
 
 DECODE = ("experiment=tiny", "model.dtype=float32", "limit=2", "sampling.max_tokens=8")
