@@ -1,7 +1,7 @@
 """How fast is the loop? Our engine against Hugging Face's `generate`, prompt lookup and assisted generation.
 
     python eval/bench.py
-    python eval/bench.py limit=24 threads=[1,2] dtypes=[bfloat16]
+    python eval/bench.py limit=24 num_threads=[1,2] dtypes=[bfloat16]
 
 Prints tokens/s of each, the ratio of ours to theirs (median over prompts; prefill included on both sides), the share of time
 that the engine spends outside forwards, the rate at which a step reads the weights beside that of a plain sum (the limit on
@@ -50,7 +50,7 @@ def run(cfg: Bench) -> None:
         target = CausalLM(cfg.model.source, dtype, cfg.model.device, cfg.model.revision, timers=[])
         prompts = [tasks.first_prompt_ids(target.tokenizer, task) for task in chosen]
         contenders, pairs = contenders_and_pairs(cfg, target)
-        for threads in cfg.threads:
+        for threads in cfg.num_threads:
             torch.set_num_threads(threads)
             where = {"dtype": dtype, "threads": threads}
             results["speed"] += [where | line for line in bench.compare(contenders, pairs, prompts)]

@@ -42,7 +42,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     runs = choose.build_runs(plans, target, cfg.engine, chosen, params)
     identity = records.run_identity(target, chosen, params, cfg.seed, cfg.rejection.name) | {
         "rates": [str(level) for level in levels],
-        "rounds": cfg.rounds,
+        "repeats": cfg.repeats,
         **cfg.engine,
     }
     context = cfg.cost_context or choose.typical_context(target, chosen, params)
@@ -57,8 +57,8 @@ def run(cfg: Choose) -> dict[str, Any]:
         capacity = choose.plain_capacity(runs[PLAIN], chosen, params, cfg.seed)
     rows = records.JsonlFile(out_dir / "requests.jsonl", keep=False)
     measured = {level: {name: serving.RunRecord() for name in runs} for level in levels}
-    finished = choose.decode(runs, measured, cfg.rounds, capacity, chosen, params, cfg.seed)
-    with console.one_bar("requests", cfg.rounds * len(levels) * len(runs) * len(chosen)) as advance:
+    finished = choose.decode(runs, measured, cfg.repeats, capacity, chosen, params, cfg.seed)
+    with console.one_bar("requests", cfg.repeats * len(levels) * len(runs) * len(chosen)) as advance:
         for level, number, name, task, timing, request in finished:
             common = {"run": name, "rate": str(level), "round": number, **runs[name].row()}
             times = {"arrival_s": timing.arrival_s, "added_s": timing.added_s}

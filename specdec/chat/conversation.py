@@ -39,11 +39,15 @@ def conversation_of(row: Any) -> Conversation:
         raise ValueError("not a JSON object")
     used = {"messages" if "messages" in row else "conversations", "system", "tools" if row.get("tools") else "functions"}
     turns = row.get("messages", row.get("conversations"))
+    if turns is None and row.get("prompt") is None and "instruction" in row and "output" in row:
+        used |= {"instruction", "input", "output"}
+        turns = [{"role": "user", "content": alpaca_prompt(row)}, {"role": "assistant", "content": row["output"]}]
     if turns is None:
         prompt = row.get("prompt")
         response = row.get("response")
         if prompt is None or response is None:
-            raise ValueError("no messages, conversations, prompt and response, input_ids and loss_mask, or text")
+            forms = "prompt and response, instruction and output, input_ids and loss_mask, or text"
+            raise ValueError(f"no messages, conversations, {forms}")
         used |= {"prompt", "response"}
         turns = [*(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]
         turns += response if isinstance(response, list) else [{"role": "assistant", "content": response}]
@@ -57,6 +61,27 @@ def conversation_of(row: Any) -> Conversation:
         elif messages[0]["content"] != system:
             raise ValueError("a system column beside another system message")
     return Conversation(messages, parse_tools(row.get("tools") or row.get("functions")), unused_fields(row, used))
+
+
+def alpaca_prompt(row: dict[str, Any]) -> Any:
+    """The user turn of an Alpaca row: its instruction, and its input below."""
+    instruction = row["instruction"]
+    text = row.get("input")
+    return f"{instruction}\n\nInput:\n{text}" if isinstance(text, str) and text.strip() else instruction
+
+
+def text_of_parts(content: Any) -> Any:
+    """The text of a list of OpenAI's content parts; anything else as it is. Raises ValueError for a part that is no text."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"a content part of type {kind!r}; only text parts are read")
+        texts.append(text)
+    return "".join(texts)
 
 
 def conversation_without_answers(row: Any, tokenizer: Any) -> Conversation:
@@ -111,7 +136,7 @@ def parse_message(raw: Any) -> Message:
         if key not in message and alias in message:
             message[key] = message.pop(alias)
     role = message.get("role")
-    content = message.get("content")
+    content = text_of_parts(message.get("content"))
     calls = message.pop("tool_calls", None) or []
     if role == "function_call" and not calls:  # the content is the JSON text of one call or of several
         try:

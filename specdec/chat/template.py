@@ -21,7 +21,10 @@ Message = dict[str, Any]
 PLACEHOLDERS = ("firstspecdecone", "anotherspecdectwo")
 # Arguments that `training.data.load` and this module pass themselves, so that a user's template_kwargs cannot have them.
 RESERVED_KWARGS = frozenset(
-    ("messages", "source", "tokenizer", "vocab_size", "max_length", "limit", "split", "eos_token_ids", "template_kwargs")
+    (
+        *("messages", "source", "tokenizer", "vocab_size", "max_length", "limit", "eos_token_ids", "template_kwargs"),
+        *("split", "config", "revision", "files", "columns"),
+    )
 )
 
 

@@ -101,6 +101,11 @@ def words_of_checkpoint() -> list[str]:
     return chosen
 
 
+def is_typed(key: str) -> bool:
+    """Whether the command line chooses a value of a key, or an experiment, which may."""
+    return any(command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment"))
+
+
 def plain(record: BaseModel) -> dict[str, Any]:
     """A record as a mapping with the keys that its YAML has."""
     return record.model_dump(exclude_unset=True)

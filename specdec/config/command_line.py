@@ -145,7 +145,8 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
         choices = [path.stem for path in (conf / override.key_or_group).glob("*.yaml")]
         for choice in _values(override):
             if choice not in (*choices, "null"):
-                raise ValueError(f"{override.key_or_group}={choice}: no such choice; {nearest(choice, choices)}")
+                advice = _as_a_path(override.key_or_group, choice) or nearest(choice, choices)
+                raise ValueError(f"{override.key_or_group}={choice}: no such choice; {advice}")
             if override.key_or_group == "experiment" and choice != "null":
                 _check_experiment(conf, page, choice)
     hydras = [str(override.input_line) for override in overrides if _is_hydras(override)]
@@ -173,6 +174,15 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
                 elsewhere = _of_another_choice(conf, key) if key.split(".")[0] in known else None
                 raise ValueError(elsewhere or f"unknown key {key!r}; {_nearest_key(key, known)}")
     return composed[0]
+
+
+def _as_a_path(group: str, choice: str) -> str | None:
+    """What to write for a hub id or a file in place of a choice; None for what is neither."""
+    if group not in ("model", "task", "data") or ("/" not in choice and not re.search(r"\.(jsonl?|parquet|gz)$", choice)):
+        return None
+    words = f"model.path={choice}" if group == "model" else f"{group}=jsonl {group}.path={choice}"
+    kind = {"model": "hub id or a directory", "task": "file", "data": "file or a hub id"}[group]
+    return f"for a {kind} write {words}"
 
 
 def _check_experiment(conf: Path, page: str, choice: str) -> None:

@@ -19,6 +19,7 @@ from specdec.checked import Checked, first_mistake, nearest
 from specdec.config import CONF, NOT_RESUMED, read, save
 from specdec.measure import tasks
 from specdec.measure.logger import Logger
+from specdec.measure.task_sets import TaskSet
 from specdec.model.distributed import SINGLE, ProcessGroup
 from specdec.model.target import CausalLM, choose_device, fastest_dtype
 from specdec.params import SamplingParams
@@ -79,7 +80,8 @@ class Model(Checked):
             )
         size = str(self.size)
         if size not in self.sizes:
-            raise ValueError(f"model.size={size}: {self.name} has no such size; {nearest(size, map(str, self.sizes))}")
+            sizes = ", ".join(map(str, self.sizes))
+            raise ValueError(f"model.size={size}: {self.name} has no such size; its sizes are {sizes}")
         return self.sizes[size]
 
     def load(self, processes: ProcessGroup = SINGLE, fastest: bool = False) -> CausalLM:
@@ -141,25 +143,31 @@ class Sampling(SamplingParams):
     what = "sampling key"
 
 
-class Task(Checked):
-    what: ClassVar[str] = "task key"
+class Task(TaskSet):
+    """A data set by name, or prompts of a file: those are of `task=jsonl`, and of the demo if there is no path."""
 
-    name: str
-    path: PathText | None = None  # None: the demo's
+    path: PathText | None = None
 
-    def load(self, limit: int | None) -> list[tasks.Task]:
-        """The tasks, at most so many. Raises ValueError, one line, for a malformed file."""
-        return tasks.load(self.path or tasks.DEMO, limit)
+    def load(self, limit: int | None = None) -> list[tasks.Task]:
+        """The tasks, at most so many. Raises ValueError, one line, for rows that cannot be had, and for a malformed one."""
+        return tasks.load(self.path or tasks.DEMO, limit, self.thinking) if self.styles is None else super().load(limit)
 
 
 class Data(Checked):
-    """supervise: `generated` (the tokens that the target would write), or `all`."""
+    """hub_id, config, split, revision: of a data set of the hub; files: of it, in place of a split. path: a local copy of it.
+    columns: the only ones that are read; None: all. supervise: `generated` (the tokens that the target would write), or `all`.
+    """
 
     what: ClassVar[str] = "data key"
 
     name: str
-    path: Text | None = None  # None: the demo's
+    path: Text | None = None  # None: the hub's, else the demo's
+    hub_id: Text | None = None
+    config: Text | None = None
     split: Text
+    revision: Text | None = None
+    files: list[str] | None = None
+    columns: list[str] | None = None
     max_length: Annotated[int, Field(ge=3, description="a number from 3 on (a token is supervised)")] | None
     limit: Count | None
     supervise: Literal["generated", "all"]
@@ -168,8 +176,8 @@ class Data(Checked):
 
     def load(self, target: CausalLM) -> Loaded:
         """The samples, tokenized for the target."""
-        settings = self.model_dump(exclude={"name", "held_out"})
-        return load_for(target, **settings)
+        settings = self.model_dump(exclude={"name", "held_out", "path", "hub_id"})
+        return load_for(target, self.path or self.hub_id, **settings)
 
 
 class Features(Checked):
@@ -377,7 +385,7 @@ class Choose(Run):
     )
     runs: Annotated[dict[Any, Any], Field(description="a mapping of names to runs, such as {{a: {{method: ngram}}}}")] | None
     rates: Annotated[list[Any], Field(description="a list, such as [one,all]")]
-    rounds: Count
+    repeats: Count
     logger: Logger
     seed: Seed
     cost_context: Count | None
@@ -405,7 +413,7 @@ class Bench(Output):
     max_tokens: Count
     logger: Logger
     dtypes: Annotated[list[str], Field(min_length=1, description="a list of types, such as [float32,bfloat16]")]
-    threads: Counts
+    num_threads: Counts
     num_speculative_tokens: Count
     max_matching_ngram_size: Count
     draft_model: Text | None
@@ -468,7 +476,7 @@ class Share(Checked):
     checkpoint: Text | None
     revision: Text | None
     format: Text
-    out: PathText | None
+    out_dir: Directory | None
     dtype: Text | None
     target: Text | None
     serve_target: Text | None

@@ -12,7 +12,7 @@ allow m, a step that vLLM counts as (drafted, accepted) is (d, a) here: d = min(
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,12 @@ def mean_over_requests(all_stats: Sequence[RequestStats], key: str, seed: int = 
     means = values[rng.integers(len(values), size=(2000, len(values)))].mean(1)
     low, high = np.quantile(means, [0.025, 0.975])
     return {"mean": float(values.mean()), "low": float(low), "high": float(high), "num_requests": len(values)}
+
+
+def mean_over_categories(categories: Iterable[Mapping[str, Any]], key: str) -> float | None:
+    """The macro mean of a number: every category counts alike, however many steps it has; None if a category has none."""
+    values = [numbers[key] for numbers in categories]
+    return float(np.mean(values)) if values and None not in values else None
 
 
 def row_share_seconds(all_stats: Sequence[RequestStats], key: str) -> float:

@@ -1,4 +1,4 @@
-"""Prompts to decode: the demo set of the package, or JSON lines; conversations of several turns; and decoding them with an
+"""Prompts to decode: the demo set of the package, or a file's; conversations of several turns; and decoding them with an
 engine."""
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from specdec import script
-from specdec.chat.conversation import parse_tools, unused_note
+from specdec.chat.conversation import alpaca_prompt, drop_nulls, parse_message, parse_tools, unused_note
 from specdec.checked import short_repr
 from specdec.core import Request
 from specdec.engine import Engine
-from specdec.files import parse_json
 from specdec.params import SamplingParams
 from specdec.prompts import derived_seed, render_chat
+from specdec.rows import local_rows
 
-_FIELDS = {"turns", "id", "question_id", "category", "system", "tools"}
+FIELDS = frozenset(("id", "question_id", "category", "system", "tools"))
+# Columns that hold prompts, the first that a row has; `instruction` may have an `input`.
+PROMPTS = ("turns", "messages", "conversations", "prompt", "question", "instruction")
 DEMO = Path(__file__).parents[1] / "assets" / "demo.jsonl"
 
 
@@ -34,6 +36,7 @@ class Task:
     turns: user turns, answered one after the other.
     system: a message in front of them.
     tools: JSON text of the functions that may be called, for the chat template.
+    thinking: `enable_thinking` of the chat template; None: the template's default.
     """
 
     id: str
@@ -41,13 +44,18 @@ class Task:
     turns: tuple[str, ...]
     system: str | None = None
     tools: str | None = None
+    thinking: bool | None = None
 
 
-def load(path: Path | str, limit: int | None = None) -> list[Task]:
-    """Tasks of a JSON-lines file with `turns` and, optionally, `category`, `id` (or `question_id`), `system` and `tools` (JSON
-    schemas, or their JSON text). A note on stderr counts fields that nothing reads.
+def load(path: Path | str, limit: int | None = None, thinking: bool | None = None) -> list[Task]:
+    """Tasks of a file: JSON lines, a JSON array, or Parquet. A row has `turns`, or one of the other columns of PROMPTS, and,
+    optionally, `category`, `id` (or `question_id`), `system` and `tools` (JSON schemas, or their JSON text). A note on stderr
+    counts fields that nothing reads.
 
-    limit: number of tasks, taken from the categories in turn (None: all). A malformed line is a ValueError with its number.
+    limit: number of tasks, taken from the categories in turn (None: all).
+    thinking: of the tasks.
+
+    A malformed row is a ValueError with its place.
     """
     if not isinstance(path, str | Path):
         raise ValueError(f"task.path={short_repr(path)} is no path of a file")
@@ -56,49 +64,79 @@ def load(path: Path | str, limit: int | None = None) -> list[Task]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"task.path={path}: no such file")
-    tasks: list[Task] = []
-    ids: set[str] = set()
+    tasks: dict[str, Task] = {}
     unused: Counter[str] = Counter()
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                task, unused_fields = _parse(line, f"{path}, line {number}", number)
-                unused.update(unused_fields)
-                if task.id in ids:
-                    raise ValueError(f"{path}, line {number}: the id {task.id!r} has been used before; make ids unique")
-                ids.add(task.id)
-                tasks.append(task)
+    for where, row in local_rows(path, "task.path", "test"):
+        task, unused_columns = parse_row(row, f"{path}, {where}", int(where.split()[-1]))
+        add(tasks, replace(task, thinking=thinking), f"{path}, {where}")
+        unused.update(unused_columns)
     if not tasks:
         raise ValueError(f"{path}: no tasks in the file")
+    note_unused(unused, str(path))
+    return limited(list(tasks.values()), limit)
+
+
+def add(tasks: dict[str, Task], task: Task, where: str) -> None:
+    """Add a task under its id. Raises ValueError, which begins with `where`, if the id is there already."""
+    if task.id in tasks:
+        raise ValueError(f"{where}: the id {task.id!r} has been used before; make ids unique")
+    tasks[task.id] = task
+
+
+def note_unused(unused: Counter[str], source: str) -> None:
+    """A note on stderr with the columns of a source that nothing reads."""
     if unused and script.is_main_process():
-        print(f"note: {path}: {unused_note(unused)}", file=sys.stderr)
-    return tasks if limit is None else _by_category_in_turn(tasks, limit)
+        print(f"note: {source}: {unused_note(unused)}", file=sys.stderr)
 
 
-def _parse(line: bytes, where: str, number: int) -> tuple[Task, list[str]]:
-    """The task of a line, and the fields that nothing reads."""
-    row = parse_json(line, where)
-    turns = row.get("turns") if isinstance(row, dict) else None
+def parse_row(row: Any, where: str, number: int) -> tuple[Task, list[str]]:
+    """The task of a row, and its columns that nothing reads. where, number: of the row, for errors and as its id."""
+    row = drop_nulls(row) if isinstance(row, dict) else {}
+    try:
+        turns, system, used = _turns(row)
+        tools = parse_tools(row.get("tools"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError(f"{where}: needs 'turns', a list of non-empty user turns")
+        raise ValueError(f"{where}: needs 'turns', a list of non-empty user turns, or one of {', '.join(PROMPTS[1:])}")
     name = row.get("id", row.get("question_id", number))
     category = row.get("category", "all")
     for key, value, kinds in (("id", name, str | int), ("category", category, str)):
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ValueError(f"{where}: {key}={short_repr(value)} must be text{' or a number' if key == 'id' else ''}")
-    system = row.get("system")
     if not isinstance(system, str | None):
         raise ValueError(f"{where}: system={short_repr(system)} must be text")
-    try:
-        tools = parse_tools(row.get("tools"))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    unused = sorted({key for key, value in row.items() if value is not None} - _FIELDS)
-    return Task(str(name), category, tuple(turns), system or None, json.dumps(tools) if tools else None), unused
+    task = Task(str(name), category, tuple(turns), system or None, json.dumps(tools) if tools else None)
+    return task, sorted(set(row) - FIELDS - used)
 
 
-def _by_category_in_turn(tasks: list[Task], limit: int) -> list[Task]:
-    """The first task of every category, then the second of every category, ..., up to limit; in the file's order."""
+def _turns(row: dict[str, Any]) -> tuple[Any, Any, set[str]]:
+    """(user turns, system message, names of the columns that hold them); unchecked. Answers in messages are dropped, since the
+    target writes them. Raises ValueError with the reason for a message that would be lost."""
+    system = row.get("system")
+    column = next((name for name in PROMPTS if name in row), None)
+    if column is None:
+        return None, system, set()
+    value = row[column]
+    if column == "instruction":
+        return [alpaca_prompt(row)], system, {"instruction", "input"}
+    if isinstance(value, str) and column in ("prompt", "question"):
+        return [value], system, {column}
+    if column == "turns" or not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        return value, system, {column}
+    turns = []
+    for place, message in enumerate(map(parse_message, value)):
+        if message["role"] == "system" and place == 0 and system in (None, message["content"]):
+            system = message["content"]
+        elif message["role"] == "user":
+            turns.append(message["content"])
+        elif message["role"] != "assistant":
+            raise ValueError(f"a message of role {message['role']!r} between the turns, which would be lost")
+    return turns, system, {column}
+
+
+def limited(tasks: list[Task], limit: int | None) -> list[Task]:
+    """The first task of every category, then the second of every category, ..., up to limit (None: all); in their order."""
     count_of: dict[str, int] = defaultdict(int)
     order = []
     for place, task in enumerate(tasks):
@@ -109,19 +147,27 @@ def _by_category_in_turn(tasks: list[Task], limit: int) -> list[Task]:
 
 def first_prompt_ids(tokenizer: Any, task: Task) -> list[int]:
     """Token ids of a task up to its first user turn."""
-    return prompt_ids(tokenizer, list(task.turns[:1]), [], task.system, task.tools)
+    return prompt_ids(tokenizer, list(task.turns[:1]), [], task.system, task.tools, task.thinking)
 
 
 def check_shown(tokenizer: Any, task: Task) -> None:
-    """Raise ValueError, one line, if the chat template does not show a task's system message or its tools."""
+    """Raise ValueError, one line, if the chat template does not show a task's system message or its tools, or cannot think
+    where the task asks for it. A template that cannot think needs no switch for it."""
     ids = first_prompt_ids(tokenizer, task)
+    if task.thinking and first_prompt_ids(tokenizer, replace(task, thinking=False)) == ids:
+        raise ValueError("task.thinking=true: the chat template has no enable_thinking; leave it out")
     for key, without in (("system", replace(task, system=None)), ("tools", replace(task, tools=None))):
         if without != task and first_prompt_ids(tokenizer, without) == ids:
             raise ValueError(f"task {task.id}: the chat template does not show its {key}; leave {key} out of the row")
 
 
 def prompt_ids(
-    tokenizer: Any, turns: list[str], answers: list[str], system: str | None = None, tools: str | None = None
+    tokenizer: Any,
+    turns: list[str],
+    answers: list[str],
+    system: str | None = None,
+    tools: str | None = None,
+    thinking: bool | None = None,
 ) -> list[int]:
     """Token ids of a conversation up to its last user turn: by the chat template if there is one, else as plain text."""
     if not tokenizer.chat_template:
@@ -134,7 +180,8 @@ def prompt_ids(
         if answer is not None:
             messages.append({"role": "assistant", "content": answer})
     schemas = json.loads(tools) if tools else None
-    text = render_chat(tokenizer, messages, tools=schemas, add_generation_prompt=True)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    text = render_chat(tokenizer, messages, tools=schemas, add_generation_prompt=True, **options)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -165,7 +212,7 @@ def decode(
             if name in answered:
                 answers.append(text_of(answered[name]))
                 continue
-            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system, task.tools)
+            ids = prompt_ids(tokenizer, list(task.turns[:turn]), answers, task.system, task.tools, task.thinking)
             origin[name] = (task, turn)
             request_seed = derived_seed(seed, zlib.crc32(name.encode())) if params.seed is None else params.seed
             return Request(name, ids, params, request_seed, task.category)
@@ -219,7 +266,8 @@ def fingerprint(tasks: list[Task]) -> str:
     for task in tasks:
         system = (task.system,) if task.system else ()
         tools = ("tools", task.tools) if task.tools else ()
-        entries.append((task.id, task.turns, *system, *tools))
+        thinking = () if task.thinking is None else ("thinking", task.thinking)
+        entries.append((task.id, task.turns, *system, *tools, *thinking))
     text = json.dumps(entries)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -26,17 +26,17 @@ from specdec.sharing.measured import Measurement
 
 def share(cfg: Share) -> None:
     """Share the drafter of `cfg.checkpoint`. Raises ValueError, one line, for what cannot be shared as asked."""
-    for key in ("checkpoint", "out"):
+    for key in ("checkpoint", "out_dir"):
         if getattr(cfg, key) is None:
             raise ValueError(f"{key} is missing; give {key}=DIR, or lint=DIR to look at a directory alone")
     assert cfg.checkpoint is not None
-    assert cfg.out is not None
+    assert cfg.out_dir is not None
     if cfg.push is not None and not HUB_ID.fullmatch(cfg.push):
         raise ValueError(f"push={cfg.push!r} is no repository of the hub; give org/name")
-    out = Path(cfg.out)
-    lock.acquire(out.with_name(f".{out.name}.lock"), f"out={out}")
+    out = Path(cfg.out_dir)
+    lock.acquire(out.with_name(f".{out.name}.lock"), f"out_dir={out}")
     if out.exists() or out.is_symlink():
-        raise ValueError(f"out={out} is there already; nothing is overwritten, so give another directory")
+        raise ValueError(f"out_dir={out} is there already; nothing is overwritten, so give another directory")
 
     source = native.find(cfg.checkpoint, cfg.revision).resolve()
     method_name = method.of_checkpoint(source)

@@ -7,9 +7,7 @@ call, is left out and counted.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,7 @@ import numpy as np
 
 from specdec.chat.answers import Rendered, UnstableTemplate, render_turns
 from specdec.chat.conversation import (
+    METADATA,
     Conversation,
     check_unicode,
     conversation_of,
@@ -31,9 +30,10 @@ from specdec.chat.conversation import (
 )
 from specdec.chat.spelling import spelled_for, supervised_turns
 from specdec.chat.template import ChatTemplate, Message, unread_template_kwargs
-from specdec.checked import first_line, short_repr
+from specdec.checked import short_repr
 from specdec.drafter.batch import Sample
 from specdec.model.target import CausalLM
+from specdec.rows import hub_rows, local_rows
 
 DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
 # Columns that input_ids are tokenized from: of a row with input_ids they are not unused.
@@ -127,20 +127,27 @@ def load(
     limit: int | None = None,
     split: str = "train",
     *,
+    config: str | None = None,
+    revision: str | None = None,
+    files: Sequence[str] = (),
+    columns: Sequence[str] = (),
     eos_token_ids: Iterable[int] | None = None,
     **template_kwargs: Any,
 ) -> Loaded:
     """Read a training set.
 
-    source: a JSON-lines file (.jsonl, .jsonl.gz), a datasets directory, or a hub id.
+    source: a file (JSON lines, a JSON array, Parquet), a directory of such files, a saved data set, or a hub id.
     vocab_size: of the target; rows with other token ids are skipped.
     max_length: most tokens of a sample.
     limit: most rows to read.
-    split: of a data set.
+    split, config, revision: of a data set.
+    files: of a hub's data set, in place of a split.
+    columns: the only ones that are read; empty: all.
     eos_token_ids, template_kwargs: as in `render`.
 
     A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
-    `input_ids` and `loss_mask`, or plain `text`, of which every token is supervised; `id` is optional. A conversation may have
+    `instruction`, `input` and `output` (Alpaca), or `input_ids` and `loss_mask`, or plain `text`, of which every token is
+    supervised; `id` is optional. A conversation may have
     `tools` (JSON schemas, or their JSON text) and `system`, a message in front. A row that cannot be used is skipped and
     counted, and so is a field that nothing reads. A conversation whose template changes earlier turns, or begins a turn
     otherwise than decoding, becomes one sample per assistant turn.
@@ -154,7 +161,7 @@ def load(
     loaded = Loaded()
     ids = UniqueIds()
     num_rows = 0
-    for where, row in rows(source, split):
+    for where, row in rows(source, split, config, revision, files, columns):
         if num_rows == limit:
             break
         if isinstance(row, dict) and set(row) == {"header"} and loaded.header is None:
@@ -212,6 +219,10 @@ def load_for(
     max_length: int | None = None,
     limit: int | None = None,
     split: str = "train",
+    config: str | None = None,
+    revision: str | None = None,
+    files: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
     supervise: str = "generated",
     template_kwargs: dict[str, Any] | None = None,
 ) -> Loaded:
@@ -219,7 +230,7 @@ def load_for(
 
     path: the source; None: the demo data.
     supervise: `generated` (what the target would generate), or `all` tokens.
-    max_length, limit, split, template_kwargs: as in `load`.
+    max_length, limit, split, config, revision, files, columns, template_kwargs: as in `load`.
     """
     if supervise not in ("generated", "all"):
         raise ValueError(f"data.supervise={supervise}: use generated (what the target would generate) or all (every token)")
@@ -232,6 +243,10 @@ def load_for(
         target.max_model_len if max_length is None else min(max_length, target.max_model_len),
         limit,
         split,
+        config=config,
+        revision=revision,
+        files=files or (),
+        columns=columns or (),
         eos_token_ids=target.eos_token_ids,
         **template_kwargs,
     )
@@ -241,38 +256,49 @@ def load_for(
     return loaded
 
 
-def rows(source: str | Path, split: str) -> Iterator[tuple[str, Any]]:
-    """(where, row) of everything in the source; a line that is not JSON comes as None."""
+def rows(
+    source: str | Path,
+    split: str,
+    config: str | None = None,
+    revision: str | None = None,
+    files: Sequence[str] = (),
+    columns: Sequence[str] = (),
+) -> Iterator[tuple[str, Any]]:
+    """(where, row) of everything in the source; a line that is not JSON comes as None. Arguments as in `load`."""
     path = Path(source).expanduser()
-    if path.is_file():
-        open_file: Any = gzip.open if path.suffix == ".gz" else open
-        try:
-            with open_file(path, "rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        try:
-                            row = json.loads(line)
-                        except (ValueError, RecursionError):
-                            row = None
-                        yield f"line {number}", drop_nulls(row)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"data.path={source}: cannot be read, or is cut short ({first_line(error)})") from None
-        return
-    if not path.is_dir() and (path.suffix in (".jsonl", ".json", ".gz") or str(source).count("/") != 1):
+    if path.exists():
+        all_rows = local_rows(path, "data.path", split, config, columns, _json_or_none)
+    elif path.suffix in (".jsonl", ".json", ".gz", ".parquet") or str(source).count("/") != 1:
         raise ValueError(f"data.path={source}: no such file or directory, and not a hub id (org/name)")
-    import datasets
+    else:
+        all_rows = _hub_rows(str(source), split, config, revision, files, columns, _json_or_none)
+    is_first = True
+    for where, row in all_rows:
+        row = drop_nulls(row)
+        if columns and isinstance(row, dict):
+            if is_first and not row.keys() & set(columns):
+                present = ", ".join(row) or "none"
+                raise ValueError(
+                    f"{source}, {where}: no column {' or '.join(columns)}; it has {present} (data=jsonl reads other forms)"
+                )
+            row = {name: value for name, value in row.items() if name in columns or name in METADATA}
+        is_first = False
+        yield where, row
 
+
+def _hub_rows(hub_id: str, *arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Of a data set of the hub; arguments as in `hub_rows`."""
     try:
-        if path.is_dir() and (path / "state.json").exists():
-            table: Any = datasets.load_from_disk(str(path))
-        elif path.is_dir() and (path / "dataset_dict.json").exists():
-            table = datasets.load_from_disk(str(path))[split]
-        else:
-            table = datasets.load_dataset(str(source), split=split)
-    except Exception as error:
-        raise ValueError(f"data.path={source}: cannot be read as a dataset ({first_line(error)})") from None
-    for number, row in enumerate(table):
-        yield f"row {number}", drop_nulls(row, deep=True)
+        yield from hub_rows(hub_id, *arguments)
+    except ValueError as error:
+        raise ValueError(f"data.path={hub_id}: {error}; give data.path=, a local copy with the same columns") from None
+
+
+def _json_or_none(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _rendered_row(

@@ -25,7 +25,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
 from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.trainable import TrainableDrafter
-from specdec.files import write_json
+from specdec.files import read_json_object, write_json
 from specdec.measure import logger, records
 from specdec.measure.report import console
 from specdec.measure.report import training as training_report
@@ -48,6 +48,9 @@ CHANGEABLE = (
     "sharding",
     "max_nonfinite",
 )
+
+# the widest target that the demo's recipes, of minutes on a CPU, are for
+DEMO_HIDDEN_SIZE = 1024
 
 # settings of a method that are for decoding alone
 NOT_TRAINED = ("model", "revision", "parallel_drafting")
@@ -93,6 +96,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights
     recipe = Recipe.check(cfg, script)
+    check_defaults(cfg)
     model_arguments = cfg.model.arguments()
     out_dir = cfg.start()
 
@@ -142,6 +146,36 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         print(f"python eval/run.py {model_arguments}checkpoint={out_dir} {count}")  # not wrapped, so that it can be copied
     stop(processes, result)
     return result
+
+
+def check_defaults(cfg: Train) -> None:
+    """Raises ValueError if a larger target than those of the demo would be trained with its recipe or its data because nobody
+    chose others."""
+    demo = {"train": cfg.train.name.endswith("_demo"), "data": cfg.data.name == "demo"}
+    defaults = [group for group, is_demo in demo.items() if is_demo and not config.is_typed(group)]
+    if not defaults or is_of_demo_size(cfg.model.source):
+        return
+    advice = {
+        "train": f"train={cfg.train.name.removesuffix('_demo')} (the published recipe)",
+        "data": "data=jsonl data.path=FILE, or a set by name (docs/training.md)",
+    }
+    taken = " ".join(f"{group}={getattr(cfg, group).name}" for group in defaults)
+    raise ValueError(
+        f"{taken}: the defaults are for a target of 135M, not for {cfg.model.source}; give "
+        f"{' and '.join(advice[group] for group in defaults)}, or {taken} to train with them all the same"
+    )
+
+
+def is_of_demo_size(source: str) -> bool:
+    """Whether a target is as small as those of the demo, or random; one of the hub is not, since they come from wheels."""
+    directory = hub.local(source, "model")
+    if directory.is_dir():
+        try:
+            size = read_json_object(directory / "config.json").get("hidden_size", 0)
+        except ValueError:  # raised again where it is loaded
+            return True
+        return not isinstance(size, int) or size <= DEMO_HIDDEN_SIZE
+    return "/" not in source
 
 
 def start_processes(cfg: Train) -> tuple[PartialState, torch.device]:

@@ -269,7 +269,7 @@ TYPOS = [
     (("rejection=synthetic", "rejection.synthetic_acceptence_length=2"), "synthetic_acceptance_length'?"),
     (("model.architectur=gemma3",), "did you mean 'model.architecture'?"),
     (("model.architecture=lama",), "did you mean 'llama'?"),
-    (("model=llama", "model.size=9b"), "model.size=9b: llama has no such size; did you mean '8b'?"),
+    (("model=llama", "model.size=9b"), "model.size=9b: llama has no such size; its sizes are 135m, 1b, 3b, 8b"),
     (("model.dtype=flot32",), "did you mean 'float32'?"),
     (("limt=3",), "did you mean 'limit'?"),
     (('speculative_config={"method": "ngrm"}',), "unknown method 'ngrm'; did you mean 'ngram'?"),
@@ -784,7 +784,7 @@ KINDS = [
     (("run", "-m", "limit=1,maybe"), "limit='maybe' must be a number"),
     (("run", "cost_table=/nowhere/x", "enable_adaptive_verification=true"), "/nowhere: x cannot be read"),
     (("bench", "dtypes=[1]"), "dtypes=[1] must be a list of types"),
-    (("bench", "threads=[0]"), "threads=[0] must be a list of numbers of at least 1"),
+    (("bench", "num_threads=[0]"), "num_threads=[0] must be a list of numbers of at least 1"),
 ]
 
 

@@ -628,7 +628,7 @@ def test_choosing(tmp_path: Path, cli: Cli) -> None:
     path = short_tasks(tmp_path / "tasks.jsonl", 5)
     out_dir = tmp_path / "run"
     runs = "{own: {method: draft_model, model: tiny}, auto: {method: ngram, num_speculative_tokens: auto}}"
-    few = ("limit=4", "cost_repeats=1", "max_batch_size=2", "rates=[all,0.8,one]", "rounds=2", "methods=[ngram]")
+    few = ("limit=4", "cost_repeats=1", "max_batch_size=2", "rates=[all,0.8,one]", "repeats=2", "methods=[ngram]")
     done = cli("choose", *TINY, f"task.path={path}", *few, f"runs={runs}", f"out_dir={out_dir}")
     assert done.code == 0, done.err
     summary = json.loads((out_dir / "choose.json").read_text())
@@ -681,7 +681,7 @@ def test_who_drafted_nothing_is_not_the_fastest(rounds: int, words: str, tmp_pat
     """An n-gram that never matches does what plain decoding does, and differs from it by chance alone."""
     path = short_tasks(tmp_path / "tasks.jsonl", 2)
     never = "{method: ngram, prompt_lookup_min: 200, prompt_lookup_max: 200}"
-    few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", f"rounds={rounds}")
+    few = ("cost_repeats=1", "max_batch_size=2", "methods=[none]", f"repeats={rounds}")
     done = cli("choose", *TINY, f"task.path={path}", *few, f"runs={{never: {never}}}", f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     summary = json.loads((tmp_path / "run" / "choose.json").read_text())
@@ -745,7 +745,7 @@ BAD_CHOICES = [
     (("rates=[one,evrything]",), ["'evrything'", "all (at once)"]),
     (("rates=[one,-1]",), ["-1", "above 0"]),
     (("rates=[all,all]",), ["twice"]),
-    (("rounds=0",), ["rounds=0"]),
+    (("repeats=0",), ["repeats=0"]),
     (("resume=true",), ["cannot go on"]),
     (("rats=[one,all]",), ["did you mean 'rates'?"]),
 ]

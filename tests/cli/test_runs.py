@@ -580,7 +580,7 @@ def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytes
         ("train/eagle", ("model.name=x",), "model.name='x': no such choice"),
         ("eval/bench", ("dtypes=[float32,flot16]",), "did you mean 'float16'?"),
         ("eval/bench", ("suffix_tokens=[1000,many]",), "suffix_tokens=[1000, 'many']"),
-        ("eval/bench", ("threads=[0]",), "threads=[0]"),
+        ("eval/bench", ("num_threads=[0]",), "num_threads=[0]"),
         ("eval/bench", ("resume=true",), "a benchmark is not resumed"),
         ("train/prepare", ("answers.temperatures=[0.0,-1]", f"out={tmp_path / 'out'}"), "temperatures=[0.0, -1]"),
         ("train/prepare", ("answers.top_p=2", f"out={tmp_path / 'out'}"), "top_p=2"),
@@ -649,7 +649,7 @@ def modes(directory: Path) -> set[int]:
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002], ids=oct)
 def test_permissions_are_what_the_umask_leaves(mask: int, drafter: Path, umask: Callable[[int], None], tmp_path: Path) -> None:
     umask(mask)
-    done = run("train/share", f"checkpoint={drafter}", f"out={tmp_path / 'shared'}", cwd=tmp_path)
+    done = run("train/share", f"checkpoint={drafter}", f"out_dir={tmp_path / 'shared'}", cwd=tmp_path)
     assert done.code == 0, done.err
     written = hub.make_once(tmp_path / "cache" / "model", lambda folder: native.write_weights(folder / "x.safetensors", {}))
     for directory in (tmp_path / "shared", written):
@@ -669,14 +669,14 @@ def test_what_a_killed_share_leaves_goes_with_the_next_one(drafter: Path, tmp_pa
 
         for module in ("native", "hf_common"):
             vars(sys.modules[f"specdec.checkpoint.{module}"])["write_weights"] = killed
-        run("train/share", f"checkpoint={drafter}", f"out={out}", cwd=tmp_path)
+        run("train/share", f"checkpoint={drafter}", f"out_dir={out}", cwd=tmp_path)
 
     process = FORK.Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert {path.name for path in tmp_path.iterdir()} == {".shared.tmp", ".shared.lock"}
-    done = run("train/share", f"checkpoint={drafter}", f"out={out}", cwd=tmp_path)
+    done = run("train/share", f"checkpoint={drafter}", f"out_dir={out}", cwd=tmp_path)
     assert done.code == 0, done.err
     assert [path.name for path in tmp_path.iterdir()] == ["shared"]
     load_file(out / "model.safetensors")

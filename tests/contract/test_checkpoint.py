@@ -997,7 +997,7 @@ FILES = {"config.json", "model.safetensors", "provenance.json", "README.md"}
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators", "native"])
 def test_a_run_is_shared(engine: str, run: Path, share: Cli, tmp_path: Path) -> None:
-    done = share(f"checkpoint={run}", f"format={engine}", "out=shared", "serve_target=org/model")
+    done = share(f"checkpoint={run}", f"format={engine}", "out_dir=shared", "serve_target=org/model")
     assert done.code == 0, done.err
     out = tmp_path / "shared"
     assert {path.name for path in out.iterdir()} == FILES
@@ -1030,7 +1030,7 @@ def test_a_run_is_shared(engine: str, run: Path, share: Cli, tmp_path: Path) -> 
 
 
 def test_measured_numbers_are_those_of_the_evaluation(run: Path, evaluation: Path, share: Cli, tmp_path: Path) -> None:
-    done = share(f"checkpoint={run}", "out=shared", f"eval={evaluation}", "dtype=bfloat16")
+    done = share(f"checkpoint={run}", "out_dir=shared", f"eval={evaluation}", "dtype=bfloat16")
     assert done.code == 0, done.err
     overall = json.loads((evaluation / "summary.json").read_text())["overall"]
     card = (tmp_path / "shared" / "README.md").read_text()
@@ -1046,9 +1046,9 @@ def test_a_drafter_of_another_format_becomes_native(share: Cli, tmp_path: Path) 
     written(tmp_path / "theirs", "eagle3-layers", "vllm")
     rows = loaded().model.get_input_embeddings().weight.detach()
     edited(tmp_path / "theirs", put(embed_tokens__weight=rows), specdec=None)
-    assert "give target=" in share("checkpoint=theirs", "format=native", "out=ours").error
+    assert "give target=" in share("checkpoint=theirs", "format=native", "out_dir=ours").error
     assert not (tmp_path / "ours").exists()
-    done = share("checkpoint=theirs", "format=native", "out=ours", "target=tiny-llama")
+    done = share("checkpoint=theirs", "format=native", "out_dir=ours", "target=tiny-llama")
     assert done.code == 0, done.err
     same(native.load(tmp_path / "ours"), trained("eagle3-layers"))
     assert "Not measured" in (tmp_path / "ours" / "README.md").read_text()
@@ -1058,7 +1058,7 @@ def test_a_drafter_of_another_format_becomes_native(share: Cli, tmp_path: Path) 
 def test_other_methods_are_shared(name: str, share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained(name), {}, "")
-    done = share("checkpoint=ours", "format=vllm", "out=shared")
+    done = share("checkpoint=ours", "format=vllm", "out_dir=shared")
     assert done.code == 0, done.err
     method = {"eagle": '"method": "eagle"', "peagle": '"method": "eagle3"', "mlp-tied": '"method": "mlp_speculator"'}[name]
     assert method in done.out
@@ -1069,11 +1069,11 @@ def test_other_methods_are_shared(name: str, share: Cli, tmp_path: Path) -> None
 def test_what_an_engine_would_not_load_leaves_nothing_behind(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3-norm-before-residual"), {}, "")
-    done = share("checkpoint=ours", "format=sglang", "out=shared")
+    done = share("checkpoint=ours", "format=sglang", "out_dir=shared")
     assert "sglang would not load" in done.err
     assert "norm_before_residual" in done.out
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    assert share("checkpoint=ours", "format=vllm", "out=shared").code == 0
+    assert share("checkpoint=ours", "format=vllm", "out_dir=shared").code == 0
 
 
 def test_lint_alone(share: Cli, tmp_path: Path) -> None:
@@ -1085,7 +1085,7 @@ def test_lint_alone(share: Cli, tmp_path: Path) -> None:
     done = share("lint=bad")
     assert done.code == 1
     assert "norm.weight" in done.out
-    assert "writes nothing" in share("lint=good", "out=x").error
+    assert "writes nothing" in share("lint=good", "out_dir=x").error
     assert "nowhere" in share("lint=nowhere").error
     assert "fc.weight" not in share("lint=good", "target=tiny-llama").out
 
@@ -1095,15 +1095,15 @@ def test_lint_alone(share: Cli, tmp_path: Path) -> None:
     [
         ((), "checkpoint is missing"),
         (("checkpoint=ours",), "out is missing"),
-        (("checkpoint=ours", "out=x", "format=tgi"), "format='tgi'"),
-        (("checkpoint=ours", "out=ours"), "there already"),
-        (("checkpoint=ours", "out=x", "push=here"), "org/name"),
-        (("checkpoint=ours", "out=x", "eval=ours"), "eval/run.py"),
-        (("checkpoint=ours", "out=x", "num_speculative_tokens=0"), "num_speculative_tokens=0"),
-        (("checkpoint=ours", "out=x", "dtype=int8"), "int8"),
-        (("checkpoint=ours", "out=x", "target=tiny-gemma2"), "tiny-gemma2"),
-        (("checkpoint=nowhere", "out=x"), "nowhere"),
-        (("checkpoint=ours", "out=x", "outt=y"), "outt"),
+        (("checkpoint=ours", "out_dir=x", "format=tgi"), "format='tgi'"),
+        (("checkpoint=ours", "out_dir=ours"), "there already"),
+        (("checkpoint=ours", "out_dir=x", "push=here"), "org/name"),
+        (("checkpoint=ours", "out_dir=x", "eval=ours"), "eval/run.py"),
+        (("checkpoint=ours", "out_dir=x", "num_speculative_tokens=0"), "num_speculative_tokens=0"),
+        (("checkpoint=ours", "out_dir=x", "dtype=int8"), "int8"),
+        (("checkpoint=ours", "out_dir=x", "target=tiny-gemma2"), "tiny-gemma2"),
+        (("checkpoint=nowhere", "out_dir=x"), "nowhere"),
+        (("checkpoint=ours", "out_dir=x", "outt=y"), "outt"),
     ],
 )
 def test_what_share_refuses(arguments: tuple[str, ...], words: str, share: Cli, tmp_path: Path) -> None:
@@ -1116,7 +1116,7 @@ def test_what_share_refuses(arguments: tuple[str, ...], words: str, share: Cli, 
 def test_a_push_that_fails_is_one_line_and_keeps_the_files(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
-    error = share("checkpoint=ours", "out=shared", "push=org/name").error
+    error = share("checkpoint=ours", "out_dir=shared", "push=org/name").error
     assert "push=org/name" in error
     assert "hf auth login" in error
     assert {path.name for path in (tmp_path / "shared").iterdir()} == FILES
@@ -1137,7 +1137,7 @@ def test_a_push_uploads_the_directory(share: Cli, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
-    done = share("checkpoint=ours", "out=shared", "push=org/name", "private=true")
+    done = share("checkpoint=ours", "out_dir=shared", "push=org/name", "private=true")
     assert done.code == 0, done.err
     assert seen == [("org/name", {"private": True, "exist_ok": True}), ("org/name", {"files": FILES})]
     assert "https://hub/org/name" in done.out
@@ -1192,7 +1192,7 @@ def test_a_draft_model_is_shared_as_it_is(
 ) -> None:
     """Byte for byte; the lint says who loads it, the card how it is served, and it says its own method."""
     run = trained_by(script, tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
-    done = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
+    done = share(f"checkpoint={run}", "format=vllm", f"out_dir={tmp_path / 'shared'}")
     assert done.code == 0, done.err
     spec = {"method": "draft_model", "model": "shared"} | ({"parallel_drafting": True} if script == "pard" else {})
     command = re.search(r"vllm serve TARGET --speculative-config '(.*)'", (tmp_path / "shared" / "README.md").read_text())
@@ -1205,7 +1205,7 @@ def test_a_draft_model_is_shared_as_it_is(
     assert checkpoint.method_of(tmp_path / "shared") == checkpoint.method_of(run) == script
     verdict = lint.loads(lint.check(tmp_path / "shared", "tiny-llama"))
     assert {engine for engine, whether in verdict.items() if whether} == engines
-    refused = share(f"checkpoint={run}", "format=speculators", f"out={tmp_path / 'other'}")
+    refused = share(f"checkpoint={run}", "format=speculators", f"out_dir={tmp_path / 'other'}")
     assert refused.code == 1
     assert f"speculators has no {script} drafters" in refused.err
     assert not (tmp_path / "other").exists()
@@ -1224,17 +1224,17 @@ def test_modules_of_a_target_that_no_engine_has_a_class_for(tmp_path: Path, conv
     """MTP trained for a Llama: refused with the reason, and nothing is left behind; its own format is fine."""
     options = ("train.drafter.draft_vocab_size=null", "train.init.train_lm_head=false")
     run = trained_by("mtp", tmp_path, conversations, *options)
-    refused = share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'shared'}")
+    refused = share(f"checkpoint={run}", "format=vllm", f"out_dir={tmp_path / 'shared'}")
     assert refused.code == 1
     assert "model_type 'llama' has no class" in " ".join(refused.out.replace("│", " ").split())
     assert not (tmp_path / "shared").exists()
-    assert share(f"checkpoint={run}", "format=native", f"out={tmp_path / 'native'}").code == 0
+    assert share(f"checkpoint={run}", "format=native", f"out_dir={tmp_path / 'native'}").code == 0
     assert checkpoint.method_of(tmp_path / "native") == "mtp"
 
 
 def test_a_drafter_names_its_method(tmp_path: Path, run: Path, conversations: Path, share: Cli) -> None:
     """Where the command line has no method=, in our format and in a foreign one; where it has one, that counts."""
-    assert share(f"checkpoint={run}", "format=vllm", f"out={tmp_path / 'raw'}").code == 0
+    assert share(f"checkpoint={run}", "format=vllm", f"out_dir={tmp_path / 'raw'}").code == 0
     pard = trained_by("pard", tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
     small = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", "method.num_speculative_tokens=2")
     for directory, name in ((run, "eagle3"), (tmp_path / "raw", "eagle3"), (pard, "pard")):
@@ -1468,7 +1468,7 @@ def test_an_evaluation_must_be_of_this_drafter(run: Path, evaluation: Path, shar
         (tmp_path / f"eval-{i}").mkdir()
         changed_summary = summary | changes
         (tmp_path / f"eval-{i}" / "summary.json").write_text(json.dumps(changed_summary))
-        return share(f"checkpoint={run}", f"out=out-{i}", f"eval=eval-{i}")
+        return share(f"checkpoint={run}", f"out_dir=out-{i}", f"eval=eval-{i}")
 
     def of_model(name: Any) -> dict[str, Any]:
         return {"speculative_config": summary["speculative_config"] | {"model": str(name)}}
@@ -1491,9 +1491,9 @@ def test_more_tokens_than_a_drafter_has(name: str, key: str, most: int, share: C
     drafter = trained(name)
     drafter.config[key] = most
     native.save(tmp_path / "ours", drafter, {}, "")
-    error = share("checkpoint=ours", "out=x", f"num_speculative_tokens={most + 1}").error
+    error = share("checkpoint=ours", "out_dir=x", f"num_speculative_tokens={most + 1}").error
     assert f"num_speculative_tokens={most + 1} is over the {most} of this drafter ({key})" in error
-    done = share("checkpoint=ours", "out=x", f"num_speculative_tokens={most}")
+    done = share("checkpoint=ours", "out_dir=x", f"num_speculative_tokens={most}")
     assert done.code == 0, done.err
     assert f'"num_speculative_tokens": {most}' in done.out
 
@@ -1504,17 +1504,17 @@ def test_modules_draft_one_token_each(share: Cli, tmp_path: Path) -> None:
     native.save(
         tmp_path / "ours", Checkpoint("mtp", config, native.facts(loaded()), {key: torch.ones(1) for key in "ab"}), {}, ""
     )
-    error = share("checkpoint=ours", "format=native", "out=x", "num_speculative_tokens=3").error
+    error = share("checkpoint=ours", "format=native", "out_dir=x", "num_speculative_tokens=3").error
     assert "num_speculative_tokens=3 is over the 2 of this drafter (num_modules)" in error
     native.save(tmp_path / "ours", Checkpoint("peagle", {"num_depths": "x"}, {}, {"a": torch.ones(1)}), {}, "")
-    assert "num_depths is 'x'" in share("checkpoint=ours", "format=native", "out=x").error
+    assert "num_depths is 'x'" in share("checkpoint=ours", "format=native", "out_dir=x").error
 
 
 def test_the_speculators_format_says_how_many_tokens(share: Cli, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
     for i, (arguments, count) in enumerate((((), 3), (("num_speculative_tokens=7",), 7))):
-        done = share("checkpoint=ours", "format=speculators", f"out=out-{i}", *arguments)
+        done = share("checkpoint=ours", "format=speculators", f"out_dir=out-{i}", *arguments)
         assert done.code == 0, done.err
         config = json.loads((tmp_path / f"out-{i}" / "config.json").read_text())
         assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == count
@@ -1531,11 +1531,11 @@ def test_every_export_of_a_drafter_drafts_as_many_tokens(start: str, run: Path, 
         native.save(tmp_path / "ours", trained("eagle3"), {"identity": {"eval": {"num_speculative_tokens": None}}}, "")
         source = tmp_path / "ours"
     if start == "a speculators directory":
-        assert share(f"checkpoint={source}", "format=speculators", "out=theirs", "num_speculative_tokens=6").code == 0
+        assert share(f"checkpoint={source}", "format=speculators", "out_dir=theirs", "num_speculative_tokens=6").code == 0
         source = tmp_path / "theirs"
         count = 6
     for format in ("vllm", "sglang", "speculators"):
-        done = share(f"checkpoint={source}", f"format={format}", f"out={format}", "target=tiny-llama")
+        done = share(f"checkpoint={source}", f"format={format}", f"out_dir={format}", "target=tiny-llama")
         assert done.code == 0, done.err
         card = (tmp_path / format / "README.md").read_text()
         named = re.findall(r'num_speculative_tokens": (\d+)|num-steps (\d+)', done.out + card)
@@ -1559,7 +1559,7 @@ def test_a_serve_command_names_a_target_that_engines_find(share: Cli, tmp_path: 
         (tmp_path / "ours").mkdir()
         drafter = trained("eagle3")
         native.save(tmp_path / "ours", replace(drafter, target=drafter.target | {"name": name}), {}, "")
-        done = share("checkpoint=ours", "out=out")
+        done = share("checkpoint=ours", "out_dir=out")
         assert done.code == 0, done.err
         assert f"vllm serve {here} --speculative-config" in done.out
         assert f"vllm serve {card} --speculative-config" in (tmp_path / "out" / "README.md").read_text()
@@ -1570,16 +1570,16 @@ def test_a_command_names_the_directory_as_on_the_command_line(share: Cli, tmp_pa
     (tmp_path / "ours").mkdir()
     native.save(tmp_path / "ours", trained("eagle3"), {}, "")
     for out in ("some/where", str(tmp_path / "far")):
-        done = share("checkpoint=ours", f"out={out}")
+        done = share("checkpoint=ours", f"out_dir={out}")
         assert f'"model": "{out}"' in done.out
         assert f'"model": "{Path(out).name}"' in (tmp_path / out / "README.md").read_text()
-    assert f"checkpoint={tmp_path}/n " in share("checkpoint=ours", "format=native", f"out={tmp_path}/n").out
+    assert f"checkpoint={tmp_path}/n " in share("checkpoint=ours", "format=native", f"out_dir={tmp_path}/n").out
 
 
 def test_a_draft_model_for_another_target_has_no_numbers(conversations: Path, share: Cli, tmp_path: Path) -> None:
     """What its run measured is of another target; its provenance stays in either format."""
     run = trained_by("draft_model", tmp_path, conversations, "train.drafter.layer_ids=[0,1]", "eval.num_prompts=1")
-    done = share(f"checkpoint={run}", "format=native", "out=out", "target=tiny-qwen3")
+    done = share(f"checkpoint={run}", "format=native", "out_dir=out", "target=tiny-qwen3")
     assert done.code == 0, done.err
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Not measured." in card
@@ -1676,11 +1676,11 @@ def test_json_that_no_parser_reads(text: str, tmp_path: Path, one_line: Any) -> 
         ("format=5", "format=5"),
         ("target=[a]", "target=['a']"),
         ("private=yes", "private='yes'"),
-        ("out=''", "out=''"),
+        ("out_dir=''", "out_dir=''"),
     ],
 )
 def test_share_checks_the_types_of_its_keys(argument: str, words: str, share: Cli) -> None:
-    assert words in share("checkpoint=x", *([] if argument.startswith("out=") else ["out=y"]), argument).error
+    assert words in share("checkpoint=x", *([] if argument.startswith("out_dir=") else ["out_dir=y"]), argument).error
 
 
 def native_eagle3(directory: Path) -> Path:

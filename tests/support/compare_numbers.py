@@ -494,7 +494,7 @@ def group_share(out: dict) -> None:
                 arguments = (
                     f"checkpoint={source}",
                     f"format={format}",
-                    f"out=shared-{label}",
+                    f"out_dir=shared-{label}",
                     "target=tiny",
                     "num_speculative_tokens=2",
                 )

@@ -974,7 +974,7 @@ SCRIPTS = {
     "train/draft_model.py": ("train", ("model=tiny",)),
     "train/prepare.py": ("prepare", ("model=tiny", "out=made.jsonl")),
     "train/extract.py": ("extract", ("model=tiny",)),
-    "train/share.py": ("share", ("checkpoint=nowhere", "out=shared")),
+    "train/share.py": ("share", ("checkpoint=nowhere", "out_dir=shared")),
 }
 METHOD_OF = {"train/mtp.py": "mtp", "train/mlp.py": "mlp", "train/pard.py": "pard", "train/draft_model.py": "draft_model"}
 NAMES = ("name", "size", "shape", "architecture")  # keys whose value is a name, of whatever form
@@ -1108,7 +1108,7 @@ def command_cases() -> Iterator[Case]:
             ("num_speculative_tokens=1.5",), ("num_speculative_tokens=true",), ("num_speculative_tokens=0",), ("format=5",),
             ("format=nope",), ("push=nope",),
             ("dtype=5",), ("target=[a]",), ("eval=5",), ("eval=/nowhere",), ("lint=/nowhere",), ("lint=5",), ("revision=5",),
-            ("out=''",), ("private=yes",),
+            ("out_dir=''",), ("private=yes",),
         ],
         "train/prepare.py": [
             ("answers.temperatures=[]",), ("answers.temperatures=5",), ("answers.temperatures=[x]",),
@@ -1126,11 +1126,11 @@ def command_cases() -> Iterator[Case]:
         "eval/choose.py": [
             ("methods=[nope]",), ("methods=ngram",), ("rates=[one]",), ("rates=[one,x]",), ("rates=5",), ("runs=[a]",),
             ("runs={a: 5}",), ("runs={a: {method: nope}}",),
-            ("checkpoints={ngram: x}",), ("checkpoints={eagle3: [a]}",), ("rounds=0",), ("methods=[ngram,ngram]",),
+            ("checkpoints={ngram: x}",), ("checkpoints={eagle3: [a]}",), ("repeats=0",), ("methods=[ngram,ngram]",),
         ],
         "eval/profile_cost.py": [("repeats=0",), ("context=0",), ("max_draft=0",), ("acceptance=/nowhere",), ("acceptance=5",),
         ("max_batch_size=x",)],
-        "eval/bench.py": [("dtypes=[1]",), ("dtypes=[nope]",), ("dtypes=[]",), ("threads=[0]",), ("threads=[x]",),
+        "eval/bench.py": [("dtypes=[1]",), ("dtypes=[nope]",), ("dtypes=[]",), ("num_threads=[0]",), ("num_threads=[x]",),
         ("batch_sizes=[0]",), ("draft_model=5",), ("batch_sizes=5",)],
     }  # fmt: skip
     for script, lists in others.items():
@@ -1172,7 +1172,7 @@ def process_cases() -> Iterator[Case]:
         "model=tiny", "method=hybrid", "method.proposers={}"),
         ("eval/run.py", "model=tiny", f"speculative_config={DEEP[:4000]}"), ("eval/run.py", "model=tiny",
         "max_batch_size=1000000000000"),
-        ("train/eagle.py", "model=tiny", "method.num_speculative_tokens=auto"), ("train/share.py", "checkpoint=x", "out=y",
+        ("train/eagle.py", "model=tiny", "method.num_speculative_tokens=auto"), ("train/share.py", "checkpoint=x", "out_dir=y",
         "num_speculative_tokens=1.5"),
         ("eval/compare.py", "nowhere", "other"), ("eval/prove.py", "--nope"), ("train/prepare.py", "out=x.jsonl",
         "model.path=''"),

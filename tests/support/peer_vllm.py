@@ -208,7 +208,7 @@ def train(drafter: str, data: Path, out: Path, max_steps: int) -> Path:
 
 def export(run: Path, format: str, out: Path) -> Path:
     if not out.exists():
-        script("share", f"checkpoint={run}", f"format={format}", f"out={out}")
+        script("share", f"checkpoint={run}", f"format={format}", f"out_dir={out}")
     return out
 
 

@@ -470,14 +470,20 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "a list": ([1, 2], "not a JSON object"),
     "a number": ("7", "not a JSON object"),
     "null": ("null", "not a JSON object"),
-    "no keys": ({"words": "hello"}, "no messages, conversations, prompt and response, input_ids and loss_mask, or text"),
-    "no response": ({"prompt": "hello"}, "no messages, conversations, prompt and response, input_ids and loss_mask, or text"),
+    "no keys": (
+        {"words": "hello"},
+        "no messages, conversations, prompt and response, instruction and output",
+    ),
+    "no response": (
+        {"prompt": "hello"},
+        "no messages, conversations, prompt and response, instruction and output",
+    ),
     "a text": ({"messages": "hello"}, "messages are not a list of objects"),
     "texts": ({"messages": ["hello"]}, "messages are not a list of objects"),
     "no content": ({"messages": [user("a"), {"role": "assistant"}]}, "a message without role and text content"),
     "no role": ({"messages": [user("a"), {"content": "b"}]}, "a message without role and text content"),
     "role of a kind": ({"messages": [{"role": 1, "content": "b"}]}, "a message without role and text content"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a message without role and text content"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a content part of type 'text'"),
     "half a pair": ({"messages": [user("a"), assistant("\ud800")]}, "surrogate"),
     "half a pair in text": ({"text": "\ud800 and more"}, "surrogate"),
     "half a pair in an id": ({"id": "\ud800", "messages": [user("a"), assistant("b")]}, "surrogate"),
@@ -614,16 +620,16 @@ def test_columns_that_a_row_of_a_table_lacks_are_not_there(chatml: Any, tmp_path
 def test_a_hub_id_is_left_to_datasets(chatml: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def from_hub(name: str, split: str) -> Iterator[Any]:
-        calls.append((name, split))
+    def from_hub(name: str, config: str | None, split: str, revision: str | None) -> Iterator[Any]:
+        calls.append((name, config, split, revision))
         if name == "org/gone":
             raise ConnectionError("no route\nto host")
         return iter(ROWS)
 
     monkeypatch.setattr("datasets.load_dataset", from_hub)
     assert texts(chatml, load("org/set", chatml, VOCAB, split="test")) == ANSWERS
-    assert calls == [("org/set", "test")]
-    with pytest.raises(ValueError, match=r"data.path=org/gone: cannot be read as a dataset \(.*no route\)$"):
+    assert calls == [("org/set", None, "test", None)]
+    with pytest.raises(ValueError, match=r"data.path=org/gone: org/gone cannot be loaded \(.*no route\); give data.path="):
         load("org/gone", chatml, VOCAB)
 
 

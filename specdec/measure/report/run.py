@@ -26,7 +26,8 @@ def summarize(
     category_of: dict[str, str],
     verify_s: Callable[[float], float] | None,
 ) -> dict[str, Any]:
-    """Numbers of the whole run and of every category; of a composed method, of its components too (`proposers`).
+    """Numbers of the whole run, whose steps are pooled, of every category, and means over categories, each of which counts
+    alike (`mean_over_categories`); of a composed method, of its components too (`proposers`).
 
     run: statistics by request id.
     plain: the same of decoding without speculation; may be empty.
@@ -40,7 +41,9 @@ def summarize(
     def numbers(ids: list[str]) -> dict[str, Any]:
         return _numbers([run[i] for i in ids], [plain[i] for i in ids if i in plain], verify_s)
 
-    return {"overall": numbers(list(run)), "categories": {name: numbers(ids) for name, ids in by_category.items()}}
+    categories = {name: numbers(ids) for name, ids in by_category.items()}
+    means = {key: stats.mean_over_categories(categories.values(), key) for key in ("mean_acceptance_length", "tokens_per_step")}
+    return {"overall": numbers(list(run)), "categories": categories, "mean_over_categories": means}
 
 
 def _numbers(
@@ -134,8 +137,8 @@ def tables(summary: dict[str, Any], title: str) -> list[Table]:
 
 def _acceptance_table(summary: dict[str, Any], title: str) -> Table:
     caption = (
-        "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. Per position: of all "
-        "drafts, shorter ones too."
+        "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. all: all steps together; "
+        "means: every category, or request, counts alike. Per position: of all drafts, shorter ones too."
     )
     table = new_table(title, ["category"], ["requests", "mean acceptance length", "tokens/step"], caption)
     table.add_column("acceptance per position", no_wrap=True)
@@ -152,6 +155,13 @@ def _acceptance_table(summary: dict[str, Any], title: str) -> Table:
             percent(n["num_drafts"] / n["num_steps"] if n["num_steps"] else None),
             style="bold" if name == "all" else None,
         )
+    overall = summary["overall"]
+    means = summary["mean_over_categories"]
+    if len(summary["categories"]) > 1:
+        lengths = [number(means["mean_acceptance_length"]), number(means["tokens_per_step"])]
+        table.add_row("mean of categories", "-", *lengths, "-", "-")
+    by_request = [overall[f"{key}_over_requests"] for key in ("mean_acceptance_length", "tokens_per_step")]
+    table.add_row("mean of requests", "-", *(number(mean["mean"] if mean else None) for mean in by_request), "-", "-")
     return table
 
 
