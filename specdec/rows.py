@@ -25,13 +25,20 @@ SPLITS = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?![
 
 
 def local_rows(
-    path: Path, key: str, split: str, config: str | None = None, columns: Sequence[str] = (), parse: Parse = parse_json
+    path: Path,
+    key: str,
+    split: str | None,
+    config: str | None = None,
+    files: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    parse: Parse = parse_json,
 ) -> Iterator[tuple[str, Any]]:
     """(where, row) of everything in a file or directory.
 
     key: the setting that has the path, for errors.
-    split: of a directory: the files whose path names it, or those of one that names no split.
+    split: of a directory: the files whose path names it, or those of one that names no split; None: all.
     config: of a directory: those in the folder of this name, if there is one.
+    files: of a directory: those of the hub's files that it has, if it has any, in place of a split.
     columns: that Parquet files are read for; empty: all.
     parse: of JSON lines.
 
@@ -46,15 +53,16 @@ def local_rows(
 
         try:
             saved: Any = datasets.load_from_disk(str(path))
-            table = saved[split] if isinstance(saved, dict) else saved
+            table = saved[split] if isinstance(saved, dict) else saved  # of no split: an error that names those there are
         except Exception as error:
             raise ValueError(f"{key}={path}: cannot be read as a dataset ({first_line(error)})") from None
         yield from _table_rows(table)
     else:
-        files = _files_of(path, key, split, config)
-        for file in files:
+        present = [copy for file in files for copy in (path / file, path / Path(file).name) if copy.is_file()]
+        present = list(dict.fromkeys(present)) or _files_of(path, key, split, config)
+        for file in present:
             for where, row in _file_rows(file, key, columns, parse):
-                yield (where if len(files) == 1 else f"{file.relative_to(path)}, {where}"), row
+                yield (where if len(present) == 1 else f"{file.relative_to(path)}, {where}"), row
 
 
 def hub_rows(
@@ -176,13 +184,15 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any
         raise OSError(first_line(error)) from None
 
 
-def _files_of(path: Path, key: str, split: str, config: str | None) -> list[Path]:
+def _files_of(path: Path, key: str, split: str | None, config: str | None) -> list[Path]:
     """The files of a directory that hold a split. Raises ValueError if there are none."""
     files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and not _is_hidden(file.relative_to(path)))
     if config is not None and (inside := [file for file in files if config in file.relative_to(path).parts[:-1]]):
         files = inside
     if not files:
         raise ValueError(f"{key}={path}: no {', '.join(SUFFIXES[:3])} files in this directory; give one that has some")
+    if split is None:
+        return files
     splits = {file: set(SPLITS.findall(str(file.relative_to(path)).lower())) for file in files}
     named = [file for file in files if split.lower() in splits[file] or split.lower() in file.name.lower()]
     if not named and any(splits.values()):

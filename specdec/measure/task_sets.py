@@ -134,14 +134,14 @@ class TaskSet(Checked):
         return tasks.limited(chosen, limit)
 
     def _rows(self) -> Iterator[tuple[str, Any]]:
-        split = self.split or "train"
+        files = self.files or ()
         if self.path is not None:
-            yield from local_rows(Path(self.path).expanduser(), "task.path", split, self.config)
+            yield from local_rows(Path(self.path).expanduser(), "task.path", self.split, self.config, files)
             return
         if self.hub_id is None and self.files is None:
             raise ValueError(f"task={self.name} has no source of its own; give task.path=, a file or directory with its rows")
         try:
-            yield from hub_rows(self.hub_id, split, self.config, self.revision, self.files or ())
+            yield from hub_rows(self.hub_id, self.split or "train", self.config, self.revision, files)
         except ValueError as error:
             fix = "without a network give task.path=, a file or directory with the same columns"
             raise ValueError(f"task={self.name}: {error}; {fix}") from None
@@ -154,7 +154,7 @@ class TaskSet(Checked):
 
 def _column(row: dict[str, Any], name: str, where: str) -> Any:
     if name not in row:
-        raise ValueError(f"{where}: no column {name!r}; it has {', '.join(row) or 'none'}")
+        raise ValueError(f"{where}: no column {name!r}; it has {', '.join(row) or 'no columns'}")
     return row[name]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import script
-from specdec.chat.conversation import alpaca_prompt, drop_nulls, parse_message, parse_tools, unused_note
+from specdec.chat.conversation import alpaca_prompt, drop_nulls, parse_message, parse_tools, unused_fields, unused_note
 from specdec.checked import short_repr
 from specdec.core import Request
 from specdec.engine import Engine
@@ -66,7 +66,7 @@ def load(path: Path | str, limit: int | None = None, thinking: bool | None = Non
         raise ValueError(f"task.path={path}: no such file")
     tasks: dict[str, Task] = {}
     unused: Counter[str] = Counter()
-    for where, row in local_rows(path, "task.path", "test"):
+    for where, row in local_rows(path, "task.path", None):
         task, unused_columns = parse_row(row, f"{path}, {where}", int(where.split()[-1]))
         add(tasks, replace(task, thinking=thinking), f"{path}, {where}")
         unused.update(unused_columns)
@@ -93,7 +93,7 @@ def parse_row(row: Any, where: str, number: int) -> tuple[Task, list[str]]:
     """The task of a row, and its columns that nothing reads. where, number: of the row, for errors and as its id."""
     row = drop_nulls(row) if isinstance(row, dict) else {}
     try:
-        turns, system, used = _turns(row)
+        turns, system, used, unused = _turns(row)
         tools = parse_tools(row.get("tools"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -107,32 +107,35 @@ def parse_row(row: Any, where: str, number: int) -> tuple[Task, list[str]]:
     if not isinstance(system, str | None):
         raise ValueError(f"{where}: system={short_repr(system)} must be text")
     task = Task(str(name), category, tuple(turns), system or None, json.dumps(tools) if tools else None)
-    return task, sorted(set(row) - FIELDS - used)
+    return task, sorted(set(row) - FIELDS - used | unused)
 
 
-def _turns(row: dict[str, Any]) -> tuple[Any, Any, set[str]]:
-    """(user turns, system message, names of the columns that hold them); unchecked. Answers in messages are dropped, since the
-    target writes them. Raises ValueError with the reason for a message that would be lost."""
+def _turns(row: dict[str, Any]) -> tuple[Any, Any, set[str], set[str]]:
+    """(user turns, system message, names of the columns that hold them, names of what is not used of messages), unchecked. Raises
+    ValueError with the reason for a message that would be lost."""
     system = row.get("system")
-    column = next((name for name in PROMPTS if name in row), None)
-    if column is None:
-        return None, system, set()
-    value = row[column]
+    column = next((name for name in PROMPTS if name in row), "")
+    value = row.get(column)
     if column == "instruction":
-        return [alpaca_prompt(row)], system, {"instruction", "input"}
+        return [alpaca_prompt(row)], system, {"instruction", "input"}, set()
     if isinstance(value, str) and column in ("prompt", "question"):
-        return [value], system, {column}
+        return [value], system, {column}, set()
     if column == "turns" or not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        return value, system, {column}
+        return value, system, {column}, set()
     turns = []
+    unused: set[str] = set()
     for place, message in enumerate(map(parse_message, value)):
         if message["role"] == "system" and place == 0 and system in (None, message["content"]):
             system = message["content"]
         elif message["role"] == "user":
             turns.append(message["content"])
-        elif message["role"] != "assistant":
+        elif message["role"] == "assistant":  # the target gives its own answer
+            unused.add(f"answers in {column}")
+            continue
+        else:
             raise ValueError(f"a message of role {message['role']!r} between the turns, which would be lost")
-    return turns, system, {column}
+        unused |= {f"{column}.{key}" for key in unused_fields(message, ("role", "content"))}
+    return turns, system, {column}, unused
 
 
 def limited(tasks: list[Task], limit: int | None) -> list[Task]:

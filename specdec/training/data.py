@@ -267,7 +267,7 @@ def rows(
     """(where, row) of everything in the source; a line that is not JSON comes as None. Arguments as in `load`."""
     path = Path(source).expanduser()
     if path.exists():
-        all_rows = local_rows(path, "data.path", split, config, columns, _json_or_none)
+        all_rows = local_rows(path, "data.path", split, config, files, columns, _json_or_none)
     elif path.suffix in (".jsonl", ".json", ".gz", ".parquet") or str(source).count("/") != 1:
         raise ValueError(f"data.path={source}: no such file or directory, and not a hub id (org/name)")
     else:
@@ -277,7 +277,7 @@ def rows(
         row = drop_nulls(row)
         if columns and isinstance(row, dict):
             if is_first and not row.keys() & set(columns):
-                present = ", ".join(row) or "none"
+                present = ", ".join(row) or "no columns"
                 raise ValueError(
                     f"{source}, {where}: no column {' or '.join(columns)}; it has {present} (data=jsonl reads other forms)"
                 )

@@ -406,3 +406,17 @@ def test_nobody_is_fastest_inside_the_noise() -> None:
     assert stats.fastest(faster, amounts, "none", ["clear"]) == ("clear", []), "close is faster beyond the noise"
     few = {name: values[:7] for name, values in seconds.items()}
     assert stats.fastest(few, dict.fromkeys(few, ones[:7]), "none", ["clear"]) == (None, [])
+
+
+def test_means_over_categories_and_over_requests_are_not_the_pooled_one() -> None:
+    """Pooled: (3 + 1) / 5 drafts; by category: 1 + 3 and 1 + 1 / 4, each once; by request: 1 + 3, 1 + 1 / 2 and 1 twice."""
+    run = {"a": request([3], [3]), "b": request([1, 1], [1, 0]), "c": request([1, 1], [0, 0])}
+    summary = run_report.summarize(run, {}, {"a": "x", "b": "y", "c": "y"}, None)
+    assert summary["overall"]["mean_acceptance_length"] == pytest.approx(1 + 4 / 5)
+    assert summary["mean_over_categories"] == pytest.approx(
+        {"mean_acceptance_length": (4 + 1.25) / 2, "tokens_per_step": 2.625}
+    )
+    assert summary["overall"]["mean_acceptance_length_over_requests"]["mean"] == pytest.approx((4 + 1.5 + 1) / 3)
+    table = run_report.tables(summary | {"busy": []}, "title")[0]
+    cells = dict(zip(table.columns[0].cells, table.columns[2].cells, strict=True))
+    assert (cells["all"], cells["mean of categories"], cells["mean of requests"]) == ("1.80", "2.62", "2.17")
