@@ -271,7 +271,8 @@ def _keys_of_setting(key: str, value: Any, known: dict[str, bool]) -> Iterator[s
 def _of_another_choice(conf: Path, key: str) -> str | None:
     """The error line for a key that another choice of its group has; None if none has it."""
     group, _, name = key.partition(".")
-    takers = sorted(path.stem for path in (conf / group).glob("*.yaml") if name in _written(path))
+    takers = [path.stem for path in (conf / group).glob("*.yaml") if name in _written(path)]
+    takers.sort(key=lambda choice: (choice != "jsonl", choice))  # the one for what has no name first
     return f"{key} is a key of {group}={' or '.join(takers)}; choose that, or leave the key out" if takers else None
 
 

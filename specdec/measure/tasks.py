@@ -111,8 +111,8 @@ def parse_row(row: Any, where: str, number: int) -> tuple[Task, list[str]]:
 
 
 def _turns(row: dict[str, Any]) -> tuple[Any, Any, set[str], set[str]]:
-    """(user turns, system message, names of the columns that hold them, names of what is not used of messages), unchecked. Raises
-    ValueError with the reason for a message that would be lost."""
+    """(user turns, system message, names of the columns that hold them, names of what is not used of messages), unchecked.
+    Raises ValueError with the reason for a message that would be lost."""
     system = row.get("system")
     column = next((name for name in PROMPTS if name in row), "")
     value = row.get(column)

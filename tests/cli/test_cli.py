@@ -263,7 +263,7 @@ TYPOS = [
     (("method.num_speculativ_tokens=4",), "did you mean 'method.num_speculative_tokens'?"),
     (("method=hybrid", "method.proposers.0.prompt_lookup_mn=3"), "did you mean 'method.proposers.0.prompt_lookup_min'?"),
     (("method=hybrid",), "proposers[1]: it has neither method nor model; give its model (eval/run.py: checkpoint=DIR)"),
-    (("task.path=x",), "task.path is a key of task=jsonl; choose that"),
+    (("task.path=x",), "task.path is a key of task=jsonl or alpaca"),
     (("data.path=x",), "unknown key 'data.path'"),
     (("method=suffix", "method.prompt_lookup_max=3"), "method.prompt_lookup_max is a key of method=ngram or ngram_gpu"),
     (("rejection=synthetic", "rejection.synthetic_acceptence_length=2"), "synthetic_acceptance_length'?"),
