@@ -3,7 +3,7 @@
     python train/mtp.py model=llama                                       # one module on the demo data
     python train/mtp.py model=llama data=jsonl data.path=FILE train=mtp train.drafter.num_modules=3
     python train/mtp.py model.path=TARGET checkpoint=TARGET data=jsonl data.path=FILE train=mtp   # the target's own modules
-    python train/share.py checkpoint=outputs/mtp-llama-jsonl/latest format=vllm target=TARGET out_dir=DIR    # back into the target
+    python train/share.py checkpoint=outputs/mtp-llama-jsonl/latest format=vllm target=TARGET out_dir=DIR  # into the target
 
 Writes what train/eagle.py writes.
 """

@@ -135,7 +135,7 @@ def _record(page: str, composed: DictConfig) -> Any:
 def _check_paths(page: str, composed: DictConfig) -> None:
     """Raise ValueError for a directory that is taken, or a model that is not there, before anything large is imported."""
     directory = composed.get("out_dir")
-    if isinstance(directory, str) and directory.strip() and not _is_sweep():
+    if "resume" in composed and isinstance(directory, str) and directory.strip() and not _is_sweep():
         run_dir.check(Path(directory), composed.resume is True, page not in NOT_RESUMED)
     for key in ("checkpoint", "model.path"):
         value = OmegaConf.select(composed, key)

@@ -47,7 +47,7 @@ def check(conf: Path, page: str, words: list[str], build: Callable[[DictConfig],
         first_job = _check_keys(conf, page, overrides)
         if not multirun:
             return options + settings
-        if "out_dir" not in first_job:
+        if not {"out_dir", "name"} <= set(map(str, first_job)):
             raise ValueError("-m: this script writes one thing; call it once for every value")
         for job in _jobs([override for override in overrides if not _is_hydras(override)]):
             try:

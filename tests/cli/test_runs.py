@@ -47,7 +47,7 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
     "train/draft_model": (["model=tiny"], "out_dir"),
     "train/extract": (["model=tiny"], "out_dir"),
     "train/prepare": (["model=tiny"], "out"),
-    "train/share": (["checkpoint=/nowhere"], "out"),
+    "train/share": (["checkpoint=/nowhere"], "out_dir"),
     "eval/run": (["model=tiny"], "out_dir"),
     "eval/load": (["model=tiny"], "out_dir"),
     "eval/choose": (["model=tiny"], "out_dir"),
@@ -76,7 +76,8 @@ def test_every_script_is_here() -> None:
 
 
 def lock_of(name: str, out: Path) -> Path:
-    return out / run_dir.LOCK if HYDRA[name][1] == "out_dir" else out.with_name(f".{out.name}.lock")
+    """Beside what is not there before it is complete."""
+    return out.with_name(f".{out.name}.lock") if name in ("train/prepare", "train/share") else out / run_dir.LOCK
 
 
 @contextlib.contextmanager
@@ -586,6 +587,7 @@ def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytes
         ("train/prepare", ("answers.top_p=2", f"out={tmp_path / 'out'}"), "top_p=2"),
         ("train/prepare", ("synthesize.top_p=2", f"out={tmp_path / 'out'}"), "top_p=2"),
         ("train/prepare", ("-m", "seed=1,2", f"out={tmp_path / 'out'}"), "call it once for every value"),
+        ("train/share", ("-m", "format=vllm,native", f"out_dir={tmp_path / 'out'}"), "call it once for every value"),
     ):
         assert words in run(name, "model=tiny", *arguments, cwd=tmp_path).error
     assert list(tmp_path.iterdir()) == []

@@ -1094,7 +1094,7 @@ def test_lint_alone(share: Cli, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ((), "checkpoint is missing"),
-        (("checkpoint=ours",), "out is missing"),
+        (("checkpoint=ours",), "out_dir is missing"),
         (("checkpoint=ours", "out_dir=x", "format=tgi"), "format='tgi'"),
         (("checkpoint=ours", "out_dir=ours"), "there already"),
         (("checkpoint=ours", "out_dir=x", "push=here"), "org/name"),

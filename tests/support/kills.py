@@ -281,7 +281,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
             "out_dir", "run", loaded, resumes=False,
         ),
         "share": Kind(
-            "train/share.py", [f"checkpoint={drafter}", "format=vllm"], "out", "shared", shared, complete_or_absent,
+            "train/share.py", [f"checkpoint={drafter}", "format=vllm"], "out_dir", "shared", shared, complete_or_absent,
             has_started=lambda out: False, resumes=False,
         ),
     }  # fmt: skip
