@@ -26,11 +26,7 @@ from support.errors import refused
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 STARTER = "class Solution:\n    def f(self):"
-EXPERT = (
-    "You are an expert Python programmer. You will be given a question (problem specification) and will generate a correct "
-    "Python program that matches the specification and passes all tests. You will NOT return anything except for the program\n"
-    "\n### Question:\nAdd."
-)
+SOLVE = "Solve this problem by a Python program. Answer with the program in one code block, and with nothing else.\n\nAdd.\n\n"
 # task and style: rows of the data set, and the tasks that they are: (id, category, turns)
 CASES: dict[tuple[str, str], tuple[list[dict[str, Any]], list[tuple[Any, ...]]]] = {
     ("gsm8k", "deepspec"): (
@@ -86,22 +82,8 @@ CASES: dict[tuple[str, str], tuple[list[dict[str, Any]], list[tuple[Any, ...]]]]
             {"question_id": "b", "question_content": "Add.", "starter_code": ""},
         ],
         [
-            (
-                "a",
-                "livecodebench",
-                (
-                    f"{EXPERT}\n\n### Format: Use the following code structure:\n```python\n{STARTER}\n```\n\n"
-                    "### Answer: (use the provided format with backticks)",
-                ),
-            ),
-            (
-                "b",
-                "livecodebench",
-                (
-                    f"{EXPERT}\n\n### Format: Write your code in the following format:\n```python\n# YOUR CODE HERE\n```\n\n"
-                    "### Answer: (use the provided format with backticks)",
-                ),
-            ),
+            ("a", "livecodebench", (f"{SOLVE}Begin with this code:\n```python\n{STARTER}\n```",)),
+            ("b", "livecodebench", (f"{SOLVE}Read from standard input and write to standard output.",)),
         ],
     ),
     ("cnn_dailymail", "eagle"): (
