@@ -246,7 +246,7 @@ def test_without_a_network_a_run_ends_before_a_model_is_loaded(
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    error = call("run", "model.path=/no/model", f"task={name}", cwd=tmp_path).error
+    error = call("run", "model.path=no/model", f"task={name}", cwd=tmp_path).error
     assert f"task={name}" in error
     assert "give task.path=, a file or directory with the same columns" in error
 
