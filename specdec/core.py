@@ -165,6 +165,7 @@ class RequestStats:
     wall_s: since the request's last tokens, whatever the engine did meanwhile.
     cpu_s: CPU time of this process, all its threads, in both phases: less than these where other processes had the machine.
     proposer: the component that drafted, where a method is composed of several; else the list stays empty.
+    draft_token_ids: the tokens that were verified; of a tree, its nodes in order. Empty where the recorder has none.
     The token that prefill yields belongs to no step.
     """
 
@@ -178,6 +179,7 @@ class RequestStats:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     proposer: list[str] = field(default_factory=list)
+    draft_token_ids: list[list[int]] = field(default_factory=list)
     queue_s: float = 0.0  # from the moment the request was added until it took a row
     time_to_first_token_s: float = 0.0  # from the moment the request took its row
     prefill_s: float = 0.0  # forwards over the prompt, target and drafter
@@ -196,6 +198,7 @@ class RequestStats:
         wall_s: float | None = None,
         proposer: str | None = None,
         cpu_s: float | None = None,
+        draft_token_ids: list[int] | None = None,
     ) -> None:
         self.drafted.append(drafted)
         self.accepted.append(accepted)
@@ -208,6 +211,8 @@ class RequestStats:
         self.cpu_s.append(draft_s + verify_s if cpu_s is None else cpu_s)
         if proposer is not None:
             self.proposer.append(proposer)
+        if draft_token_ids is not None:
+            self.draft_token_ids.append(draft_token_ids)
 
     def histogram(self, width: int | None = None) -> np.ndarray:
         """[d, a] number of steps that drafted d tokens and accepted a of them; steps without a draft are in row 0."""

@@ -575,7 +575,7 @@ class Engine:
         timer.mark()
         now = self.clock()
         accepted_B = np.minimum(verdict.num_accepted_B, count_B)
-        self._record(rows, draft, accepted_B, count_B, pruned_B, timer, now)
+        self._record(rows, draft, verdict, accepted_B, count_B, pruned_B, timer, now)
         finished = []
         for b, row in enumerate(rows):
             state.last_event_R[row] = now
@@ -598,6 +598,7 @@ class Engine:
         self,
         rows: np.ndarray,
         draft: Draft,
+        verdict: HostVerdict,
         accepted_B: np.ndarray,
         emitted_B: np.ndarray,
         pruned_B: np.ndarray | None,
@@ -634,6 +635,7 @@ class Engine:
                 wall_s=now - float(state.last_event_R[row]),
                 proposer=None if draft.proposer_B is None else draft.proposer_B[b],
                 cpu_s=cpu_s,
+                draft_token_ids=verdict.draft_BK[b, : verified_B[b]].tolist(),
             )
             stats.decode_s += stats.wall_s[-1]
 

@@ -30,6 +30,7 @@ from specdec.prompts import answer_text
 from specdec.speculative_config import SpeculativePlan
 
 _LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "cpu_s", "proposer")
+_DRAFTS = "draft_token_ids"  # rows that were written before it was recorded lack it
 _TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "prefill_cpu_s", "decode_s")
 
 
@@ -72,7 +73,7 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 def stats_of(row: dict[str, Any]) -> RequestStats:
     """The statistics in a row of `request_record`."""
-    return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)})
+    return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)}, draft_token_ids=row.get(_DRAFTS, []))
 
 
 def timing_of(row: dict[str, Any]) -> RequestTiming:
@@ -166,7 +167,7 @@ def request_record(task: Task, turn: int, request: Request, tokenizer: Any, comm
         "output_token_ids": request.output_token_ids,
         "text": answer_text(request, tokenizer),
         **metrics,
-        **{key: getattr(stats, key) for key in _LISTS},
+        **{key: getattr(stats, key) for key in (*_LISTS, _DRAFTS)},
         **{key: getattr(stats, key) for key in _TIMES},
     }
 
@@ -260,6 +261,7 @@ class RequestRow(BaseModel):
     wall_s: list[float]
     cpu_s: list[float]
     proposer: list[str]
+    draft_token_ids: list[list[int]] = []
     queue_s: float
     time_to_first_token_s: float
     prefill_s: float
@@ -271,6 +273,8 @@ class RequestRow(BaseModel):
         steps = ("drafted", "accepted", "emitted", "trimmed", "batch_size", "draft_s", "verify_s", "wall_s", "cpu_s")
         if len({len(getattr(self, key)) for key in steps}) > 1 or len(self.proposer) not in (0, len(self.drafted)):
             raise ValueError(f"its lists ({', '.join(steps)}) are not of one length")
+        if self.draft_token_ids and list(map(len, self.draft_token_ids)) != self.drafted:
+            raise ValueError("draft_token_ids must have as many tokens for each step as drafted says")
         return self
 
 

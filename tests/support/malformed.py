@@ -927,12 +927,15 @@ def resume_cases() -> Iterator[Case]:
         if key not in records.RequestRow.model_fields:
             continue
         without = {k: v for k, v in first.items() if k != key}
-        yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)
+        if records.RequestRow.model_fields[key].is_required():
+            yield from case(f"without {key}", "requests.jsonl", as_json(without) + b"\n" + tail, key)
         others = [other for _, other in wrong(type(value)) if writable(other)]
         other = others[place % len(others)]
         yield from case(f"{key}={other!r}", "requests.jsonl", as_json(first | {key: other}) + b"\n" + tail, key)
     shorter = first | {"drafted": first["drafted"][:-1]}
     yield from case("lists of two lengths", "requests.jsonl", as_json(shorter) + b"\n" + tail, "not of one length")
+    unlike = first | {"draft_token_ids": [[1] * (count + 1) for count in first["drafted"]]}
+    yield from case("drafts of other lengths", "requests.jsonl", as_json(unlike) + b"\n" + tail, "draft_token_ids")
 
 
 def manifest_cases() -> Iterator[Case]:

@@ -720,7 +720,8 @@ def test_counts(case: Case, name: str) -> None:
         place = len(request.prompt_token_ids) + 1  # the token that prefill gives belongs to no step
         limit = min(len(request.prompt_token_ids) + (request.params.max_tokens or 40), 40)
         calls = iter(watching.steps.get(request.id, []))
-        for drafted, accepted, emitted in zip(stats.drafted, stats.accepted, stats.emitted, strict=True):
+        steps = zip(stats.drafted, stats.accepted, stats.emitted, stats.draft_token_ids, strict=True)
+        for drafted, accepted, emitted, draft_token_ids in steps:
             before = place
             draft = []
             budget = min(watching.num_speculative_tokens, limit - place - 1)
@@ -728,6 +729,7 @@ def test_counts(case: Case, name: str) -> None:
                 before, draft, num_accepted_prev = next(calls)
                 assert num_accepted_prev == budget
             assert (before, len(draft)) == (place, drafted)
+            assert list(draft) == draft_token_ids
             place += emitted
             same = [a == b for a, b in zip(draft, tokens[before:], strict=False)]
             num_accepted = len(list(itertools.takewhile(bool, same)))
@@ -771,6 +773,7 @@ def test_tokens_after_a_stop_are_not_accepted() -> None:
     request = run(target, drafting, "standard", [make(text[:1], max_tokens=9, temperature=0.0)])[0]
     assert request.output_token_ids == [1, 2, 3]
     assert (request.stats.drafted, request.stats.accepted, request.stats.emitted) == ([5], [2], [2])
+    assert request.stats.draft_token_ids == [[2, 3, 4, 5, 6]], "the last three too, which nobody checked"
 
 
 # What is refused
