@@ -1,4 +1,4 @@
-"""Several runs of eval/run.py in one table and one plot.
+"""Several runs of eval/run.py in one table, one plot and one page.
 
     python eval/compare.py outputs/demo-llama-ngram-standard/latest outputs/demo-llama-suffix-standard/latest
     python eval/compare.py outputs/demo-llama-sweep-method/latest/* --out outputs/comparison --anyway
@@ -18,7 +18,7 @@ with script.one_line():
     from specdec.files import writing
     from specdec.measure import records
     from specdec.measure.report import compare as compare_report
-    from specdec.measure.report import console
+    from specdec.measure.report import console, page
     from specdec.measure.report import run as run_report
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
@@ -32,7 +32,9 @@ SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 def main() -> None:
     parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
-    parser.add_argument("--out", type=Path, default=Path("outputs"), help="where compare.png goes (default: outputs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs"), help="where compare.png and report.html go (default: outputs)"
+    )
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")
     arguments = parser.parse_args()
     compare(arguments.directory, arguments.out, arguments.anyway)
@@ -65,6 +67,15 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     with writing(out / "compare.png"):
         plot = compare_report.plot_compare(labelled, out / "compare.png")
     console.show(f"plot: {plot}")
+    with_rows = {
+        label: page.RunRecords(Path(name), runs[name], page.read_rows(Path(name)))  # a summary alone can be compared too
+        for name, label in short.items()
+    }
+    for label, run in with_rows.items():
+        if not run.rows:
+            console.show(f"note: {label} has no {page.ROWS}, so its answers are not in the report")
+    texts = [page.saved_texts(run.directory / page.FILE) or page.Texts() for run in with_rows.values()]
+    console.show(f"report: {page.write_runs(with_rows, texts, out, plot)}")
 
 
 def difference(key: str, value: Any, other_value: Any, name: str, other: str) -> str:

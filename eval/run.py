@@ -9,7 +9,7 @@ was lost.
     python eval/run.py method=hybrid checkpoint=DIR                              # n-gram where it matches, else the drafter
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 
-Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml and run.png.
+Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml, run.png and report.html.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(cfg: Eval) -> dict[str, Any]:
     from specdec.files import write_json
     from specdec.measure import evaluate, logger, records, tasks
     from specdec.measure.evaluate import Pass
-    from specdec.measure.report import console
+    from specdec.measure.report import console, page
     from specdec.measure.report import run as run_report
     from specdec.model import distributed
     from specdec.model.target import choose_device
@@ -78,8 +78,11 @@ def run(cfg: Eval) -> dict[str, Any]:
     gain = run_report.speedup_line(summary["overall"])
     console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")
     console.show(*evaluate.notes(engine, summary))
+    report = page.write_run(out_dir, page.collect_texts(files[-1].rows, target.tokenizer, chosen))
     numbers = {key: summary[key] for key in ("overall", "categories", "lossless_said")}
-    wandb_run.finish(numbers, [plot, out_dir / "summary.json"], files[-1].rows, tasks.prompt_texts(chosen))
+    results = [plot, out_dir / "summary.json", report]
+    wandb_run.finish(numbers, results, files[-1].rows, tasks.prompt_texts(chosen))
+    console.show(f"report: {report}")
     console.show(f"written to {out_dir}")
     return summary
 

@@ -28,8 +28,8 @@ LOCK = ".lock"
 WANDB_ID = "wandb.json"
 _FILES = (  # that runs write
     "config.yaml", "summary.json", "requests.jsonl", "baseline.jsonl", "metrics.jsonl", "manifest.json", "left_out.json",
-    "run.png", "train.png", "report.html", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png", "choose.json", "choose.png",
-    "cost.json", "cost.png", WANDB_ID,
+    "run.png", "train.png", "report.html", "checkpoints", "best", "last", "bench.json", "steps.jsonl", "load.png",
+    "choose.json", "choose.png", "cost.json", "cost.png", WANDB_ID,
 )  # fmt: skip
 OUTPUTS = Path("outputs")
 LATEST = "latest"

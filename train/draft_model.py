@@ -8,7 +8,7 @@
     python eval/run.py method=draft_model checkpoint=outputs/draft_model_demo-llama-demo/latest
 
 Its checkpoints are models that transformers and vLLM load. Writes out_dir/metrics.jsonl, checkpoints/, best and last (links),
-config.yaml, summary.json and train.png.
+config.yaml, summary.json, train.png and report.html.
 """
 
 from __future__ import annotations

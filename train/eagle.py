@@ -7,8 +7,9 @@
     torchrun --nproc_per_node 2 train/eagle.py model=llama train.sharding=fsdp
     python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo/latest
 
-Writes out_dir/metrics.jsonl, checkpoints/, best and last (links), config.yaml, summary.json and train.png. Ctrl-C and SIGTERM
-end a run after its step, with a checkpoint and exit code 130 or 143; resume=true goes on to what an unstopped run would be.
+Writes out_dir/metrics.jsonl, checkpoints/, best and last (links), config.yaml, summary.json, train.png and report.html. Ctrl-C
+and SIGTERM end a run after its step, with a checkpoint and exit code 130 or 143; resume=true goes on to what an unstopped run
+would be.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,19 @@ def ids_by_bytes(tokenizer: Any, vocab_size: int) -> dict[bytes | str, int]:
     for text, i in byte_tokens:
         ids.setdefault(text, i)
     return ids
+
+
+def bytes_by_id(tokenizer: Any, ids: Iterable[int]) -> dict[int, bytes]:
+    """The bytes of text that each of these ids stands for; of a special token its name. Ids without a token are left out."""
+    wanted = set(ids)
+    tokens = tokens_by_id(tokenizer, max(wanted, default=-1) + 1)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    spelling = spelling_of(tokenizer)
+    texts = {}
+    for i in sorted(wanted & tokens.keys()):
+        byte = _BYTE_TOKEN.fullmatch(tokens[i]) if spelling.byte_tokens else None
+        texts[i] = bytes.fromhex(byte[1]) if byte else spelling.text_of(tokens[i], i in added)
+    return texts
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import read_json_object, write_json
 from specdec.measure import logger, records
-from specdec.measure.report import console
+from specdec.measure.report import console, page
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device, fastest_dtype
 from specdec.script import is_main_process
@@ -262,7 +262,8 @@ def write_results(
     title = f"{cfg.method.name} for {target.name}, {cfg.data.name} data"
     plot = training_report.plot_training(rows, title, out_dir / "train.png")
     metrics.rows.close()
-    wandb_run.finish(result, [plot, out_dir / "summary.json"])
+    report = page.write_training(out_dir)
+    wandb_run.finish(result, [plot, out_dir / "summary.json", report])
     if result["interrupted"]:
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
     if result["best"]:

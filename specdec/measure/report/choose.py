@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from specdec.measure.report.figure import log_scale, saved_figure
+from specdec.measure.report.figure import log_scale, run_colors, saved_figure
 from specdec.measure.report.run import busy_note
 from specdec.measure.report.table import median_and_p99, new_table, number, percent
 
@@ -180,9 +180,8 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
     runs = summary["runs"]
     plain = summary["plain"]
     speculating = [name for name in runs if name != plain]
-    with saved_figure(path, title, 1, 3, (16, 5.2), width_ratios=[1, 1, 1.15]) as (plt, figure, axes):
-        palette = plt.get_cmap("tab10" if len(runs) <= 11 else "tab20")
-        colours = {name: palette(i % palette.N) for i, name in enumerate(speculating)} | {plain: "black"}
+    with saved_figure(path, title, 1, 3, (16, 5.2), width_ratios=[1, 1, 1.15]) as (_, figure, axes):
+        colours = run_colors({name: run["method"] for name, run in runs.items()})
         for axis, key, panel, scale, unit in (
             (axes[0], "end_to_end_s", "End-to-end latency, mean", 1.0, "seconds"),
             (axes[1], "time_per_output_token_s", "Time per output token after the first, mean", 1e3, "milliseconds"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from specdec.measure.report.figure import saved_figure
+from specdec.measure.report.figure import run_colors, saved_figure
 from specdec.measure.report.table import interval, new_table, number
 
 
@@ -92,6 +92,7 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
     names = [*_categories(runs), "all"]
     place = np.arange(len(names))
     width = 0.8 / len(runs)
+    colors = run_colors({label: summary["method"] for label, summary in runs.items()})
     with saved_figure(path, None, 2, 1, (max(9, 1.4 * len(names)), 8)) as (_, figure, axes):
         for axis, key, title in (
             (axes[0], "tokens_per_step", "Tokens per step (pooled)"),
@@ -100,7 +101,7 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
             for k, (label, summary) in enumerate(runs.items()):
                 numbers = {**summary["categories"], "all": summary["overall"]}
                 heights = [numbers[n][key] if n in numbers and numbers[n][key] is not None else np.nan for n in names]
-                axis.bar(place + (k - (len(runs) - 1) / 2) * width, heights, width, label=label)
+                axis.bar(place + (k - (len(runs) - 1) / 2) * width, heights, width, label=label, color=colors[label])
             axis.axhline(1, color="black", linewidth=0.8)
             axis.set_xticks(place, names, rotation=20, ha="right")
             axis.set_title(title)

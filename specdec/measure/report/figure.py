@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec import method
 from specdec.files import writing
+from specdec.params import PLAIN
+
+PLAIN_COLOR = "#444444"
+COLORS = (  # of the other methods, in alphabetical order
+    "#8c6d31", "#ff7f0e", "#17a2c4", "#1f77b4", "#843c39", "#d62728", "#e377c2", "#9467bd", "#2ca02c", "#7fb539", "#b5a300",
+    "#3f4fa8", "#2a9d8f", "#a55194", "#637939", "#b15928", "#5b8ff9", "#c49c94",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -30,6 +40,28 @@ def saved_figure(
             figure.savefig(path, dpi=110)
     finally:
         plt.close(figure)
+
+
+def method_color(name: str) -> str:
+    """The colour of a method in every plot and page, as #rrggbb. A method that this version lacks has one by its name."""
+    if name == PLAIN:
+        return PLAIN_COLOR
+    known = [other for other in method.names() if other != PLAIN]
+    place = known.index(name) if name in known else zlib.crc32(name.encode())
+    return COLORS[place % len(COLORS)]
+
+
+def run_colors(method_of: Mapping[str, str]) -> dict[str, str]:
+    """The colour of each run: its method's, lighter for every further run of the same method. method_of: by run."""
+    num_runs = Counter(method_of.values())
+    num_before: Counter[str] = Counter()
+    colors = {}
+    for run, name in method_of.items():
+        white = 0.6 * num_before[name] / num_runs[name]
+        num_before[name] += 1
+        channels = (int(method_color(name)[i : i + 2], 16) for i in (1, 3, 5))
+        colors[run] = "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
+    return colors
 
 
 def log_scale(axis: Any, which: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from specdec.measure import stats
-from specdec.measure.report.figure import integer_ticks, saved_figure
+from specdec.measure.report.figure import integer_ticks, method_color, saved_figure
 from specdec.measure.report.table import new_table, number, percent
 from specdec.measure.stats import RequestStats
 from specdec.params import PLAIN
@@ -214,16 +214,17 @@ def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     """Four panels: tokens per step, acceptance per position, draft tokens accepted per step, speedup and its predictions."""
     numbers = {**summary["categories"], "all": summary["overall"]}
     with saved_figure(path, title, 2, 2, (12, 8)) as (_, _, axes):
-        _plot_tokens_per_step(axes[0, 0], numbers)
+        color = method_color(summary["method"])
+        _plot_tokens_per_step(axes[0, 0], numbers, color)
         _plot_acceptance(axes[0, 1], numbers)
-        _plot_accepted(axes[1, 0], np.array(summary["overall"]["acceptance_histogram"]))
-        _plot_speedup(axes[1, 1], numbers)
+        _plot_accepted(axes[1, 0], np.array(summary["overall"]["acceptance_histogram"]), color)
+        _plot_speedup(axes[1, 1], numbers, color)
     return path
 
 
-def _plot_tokens_per_step(axis: Any, numbers: dict[str, dict[str, Any]]) -> None:
+def _plot_tokens_per_step(axis: Any, numbers: dict[str, dict[str, Any]], color: str) -> None:
     heights = [_or_nan(n["tokens_per_step"]) for n in numbers.values()]
-    axis.bar(np.arange(len(numbers)), heights, color="tab:blue", label="all steps together, as in the table")
+    axis.bar(np.arange(len(numbers)), heights, color=color, label="all steps together, as in the table")
     for x, (name, n) in enumerate(numbers.items()):
         mean = n["tokens_per_step_over_requests"]
         if mean and mean["num_requests"] >= stats.MIN_REQUESTS:
@@ -252,22 +253,26 @@ def _plot_acceptance(axis: Any, numbers: dict[str, dict[str, Any]]) -> None:
         axis.text(0.5, 0.5, "no drafts", transform=axis.transAxes, ha="center")
 
 
-def _plot_accepted(axis: Any, histogram: np.ndarray) -> None:
+def _plot_accepted(axis: Any, histogram: np.ndarray, color: str) -> None:
     no_draft = histogram[0].sum()
     accepted = histogram[1:].sum(0)
     total = max(histogram.sum(), 1)
-    axis.bar(["no draft", *map(str, range(len(accepted)))], np.array([no_draft, *accepted]) / total, color="tab:green")
+    axis.bar(["no draft", *map(str, range(len(accepted)))], np.array([no_draft, *accepted]) / total, color=color)
     if len(accepted) > 12:
         axis.tick_params(axis="x", labelsize=7)
     axis.set_xlabel("draft tokens accepted")
     axis.set_title("Share of steps, all categories")
 
 
-def _plot_speedup(axis: Any, numbers: dict[str, dict[str, Any]]) -> None:
+def _plot_speedup(axis: Any, numbers: dict[str, dict[str, Any]], color: str) -> None:
     place = np.arange(len(numbers))
-    bars = (("speedup", "measured"), ("speedup_model", "model"), ("speedup_ideal", "ideal: drafts and verification free"))
-    for k, (key, label) in enumerate(bars):
-        axis.bar(place + (k - 1) * 0.27, [_or_nan(n[key]) for n in numbers.values()], 0.27, label=label)
+    bars = (
+        ("speedup", "measured", color),
+        ("speedup_model", "model", "#9a9a9a"),
+        ("speedup_ideal", "ideal: drafts and verification free", "#cfcfcf"),
+    )
+    for k, (key, label, shade) in enumerate(bars):
+        axis.bar(place + (k - 1) * 0.27, [_or_nan(n[key]) for n in numbers.values()], 0.27, label=label, color=shade)
     for x, (name, n) in enumerate(numbers.items()):
         if interval := n["speedup_interval"]:
             # an interval of few requests may leave out their own ratio
