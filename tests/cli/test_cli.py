@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_a_run_writes_its_files_and_nothing_else(finished: Finished) -> None:
     out_dir, done, cwd = finished
     assert done.code == 0, done.err
-    names = {"requests.jsonl", "baseline.jsonl", "summary.json", "config.yaml", "run.json", "run.png"}
+    names = {"requests.jsonl", "baseline.jsonl", "summary.json", "config.yaml", "run.json", "run.png", "report.html"}
     assert {path.name for path in out_dir.iterdir()} == names
     assert list(cwd.iterdir()) == [], "no outputs/, no .hydra/ where it was called"
     assert "Traceback" not in done.err

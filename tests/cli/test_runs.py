@@ -54,7 +54,7 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
     "eval/profile_cost": (["model=tiny"], "out_dir"),
     "eval/bench": (["model=tiny"], "out_dir"),
 }
-SINGLE = ("eval/compare", "eval/prove", "eval/gpu", "train/bench")
+SINGLE = ("eval/compare", "eval/report", "eval/prove", "eval/gpu", "train/bench")
 RESUMES = ("train/eagle", "train/mtp", "train/mlp", "train/pard", "train/draft_model", "train/extract", "eval/run")
 EVERY = pytest.mark.parametrize("name", HYDRA)
 FEW = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", "baseline=false")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+LIMIT_S = 60
 # Chromium reads commands from descriptor 3 and writes to 4
 LAUNCH = """
 import fcntl, os, sys
@@ -39,8 +41,7 @@ class Browser:
         assert CHROMIUM is not None
         self.profile = tempfile.mkdtemp()
         command_read, self.command = os.pipe()
-        reply, reply_write = os.pipe()
-        self.reply = os.fdopen(reply, "rb")
+        self.reply, reply_write = os.pipe()
         arguments = [sys.executable, "-c", LAUNCH, str(command_read), str(reply_write), CHROMIUM, *OPTIONS]
         self.process = subprocess.Popen(
             [*arguments, f"--user-data-dir={self.profile}", "about:blank"],
@@ -70,12 +71,13 @@ class Browser:
         self.process.terminate()
         self.process.wait(30)
         os.close(self.command)
-        self.reply.close()
+        os.close(self.reply)
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self.rest:
-            piece = self.reply.read1(65536)
+            assert select.select([self.reply], [], [], LIMIT_S)[0], f"chromium did nothing for {LIMIT_S} s"
+            piece = os.read(self.reply, 65536)
             assert piece, "chromium has ended"
             self.rest += piece
         message, _, self.rest = self.rest.partition(b"\0")
@@ -102,9 +104,10 @@ class Browser:
 
     def open(self, path: Path, fragment: str = "") -> None:
         """Load a file and wait until it has run."""
-        self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
-        while self._receive().get("method") != "Page.loadEventFired":
-            pass
+        for url in ("about:blank", path.resolve().as_uri() + fragment):  # another fragment alone would load nothing
+            self.call("Page.navigate", url=url)
+            while self._receive().get("method") != "Page.loadEventFired":
+                pass
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""

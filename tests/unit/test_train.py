@@ -812,6 +812,7 @@ def trained_eagle(arguments: list[str], tmp_path_factory: pytest.TempPathFactory
 def test_a_run_writes_its_files_and_nothing_else(trained: Fitted) -> None:
     out_dir, done, cwd = trained
     names = {"metrics.jsonl", "checkpoints", "best", "last", "config.yaml", "summary.json", "run.json", "train.png"}
+    names |= {"report.html"}
     assert {path.name for path in out_dir.iterdir()} == names
     assert list(cwd.iterdir()) == []
     assert (out_dir / "train.png").read_bytes().startswith(b"\x89PNG")

@@ -222,7 +222,7 @@ def write_run(directory: Path, texts: Texts) -> Path:
     if summary.get("resumed"):
         lines.append("note: resumed: times are of several processes")
     body = [
-        _header(f"{_title(summary)}", lines),
+        _header(_title(summary), lines),
         _section("What ran", _facts_table([name], [_run_facts(run)]), _config(directory)),
         _section("Numbers", *map(table_html, run_report.tables(summary, "acceptance")), _plot(directory / "run.png")),
     ]
@@ -360,7 +360,9 @@ def table_html(table: Table) -> str:
 
 
 def _header(title: str, lines: Iterable[str]) -> str:
-    return f"<header><h1>{escape(title)}</h1>{''.join(f'<p class=verdict>{escape(line)}</p>' for line in lines)}</header>"
+    """The title, and the lines below it; notes among them less loud."""
+    shown = [f'<p class="{"dim" if line.startswith("note") else "verdict"}">{escape(line)}</p>' for line in lines]
+    return f"<header><h1>{escape(title)}</h1>{''.join(shown)}</header>"
 
 
 def _section(title: str, *parts: str) -> str:
