@@ -110,16 +110,16 @@ def test_a_step_shows_what_was_rejected(browser: Browser, report: Path, rows: li
 
 
 def test_two_runs_side_by_side(browser: Browser, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    ours = [dict(row) for row in rows[:3]]
-    theirs = [dict(row) for row in rows[:3]]
-    theirs[0]["output_token_ids"] = [*ours[0]["output_token_ids"][:40], 1, 2, *ours[0]["output_token_ids"][42:]]
-    for row in theirs:
+    new_rows = [dict(row) for row in rows[:3]]
+    old_rows = [dict(row) for row in rows[:3]]
+    old_rows[0]["output_token_ids"] = [*new_rows[0]["output_token_ids"][:40], 1, 2, *new_rows[0]["output_token_ids"][42:]]
+    for row in old_rows:
         del row["draft_token_ids"]  # as an older version wrote them
     runs = {
         name: page.read_run(write_example_run(tmp_path / name, some, method))
-        for name, some, method in (("a", ours, "ngram"), ("b", theirs, "suffix"))
+        for name, some, method in (("a", new_rows, "ngram"), ("b", old_rows, "suffix"))
     }
-    browser.open(page.write_runs(runs, [example_texts(ours), example_texts(theirs)], tmp_path))
+    browser.open(page.write_runs(runs, [example_texts(new_rows), example_texts(old_rows)], tmp_path))
     assert browser.run("[...document.querySelectorAll('.answer h3')].map(h => h.textContent)") == ["a", "b"]
     assert "first difference from a: token 41" in browser.run("document.querySelectorAll('.answer')[1].innerText")
     assert browser.run("document.querySelectorAll('.differs').length") == 1
@@ -127,7 +127,7 @@ def test_two_runs_side_by_side(browser: Browser, rows: list[dict[str, Any]], tmp
         "[...document.querySelectorAll('.answer')[1].querySelectorAll('.tok')].slice(40, 42).map(t => t.textContent)"
     )
     assert halves == ["\u00b7", "\U0001f600"], "a character of two tokens is shown at the second"
-    step = rejecting_step(theirs[0])
+    step = rejecting_step(old_rows[0])
     browser.run(f"document.querySelectorAll('.answer')[1].querySelectorAll('.step')[{step}].click()")
     details = browser.run("[...document.querySelectorAll('.detail')].map(d => d.innerText)")
     assert "drafts were not recorded" in details[1]

@@ -637,6 +637,42 @@ def test_compare_needs_two_finished_runs(finished: Finished, tmp_path: Path, cli
     assert "no summary.json" in cli("compare", finished[0], tmp_path / "nowhere").error
 
 
+def test_the_page_of_a_run_is_made_again_from_its_records(finished: Finished, tmp_path: Path, cli: Cli) -> None:
+    """With the texts that it had, or without the page by the tokenizer and the task of its config."""
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    written = (run / "report.html").read_text()
+    assert "Tokens" in written
+    for remove in (False, True):
+        if remove:
+            (run / "report.html").unlink()
+        done = cli("report", run)
+        assert (done.code, done.out) == (0, f"written to {run / 'report.html'}\n"), done.err
+        assert (run / "report.html").read_text() == written
+
+
+def test_the_page_of_several_runs(sweeps: list[Path], tmp_path: Path, cli: Cli) -> None:
+    done = cli("report", *sweeps[:2], "--out", tmp_path / "both")
+    assert done.code == 0, done.err
+    assert (tmp_path / "both" / "report.html").read_text().count("<th>") > 2
+    assert "report.html" in cli("compare", *sweeps, "--out", tmp_path / "compared").out
+
+
+def test_a_directory_without_a_run_has_no_page(finished: Finished, tmp_path: Path, cli: Cli) -> None:
+    assert "no summary.json" in cli("report", tmp_path).error
+    assert "is for several runs" in cli("report", finished[0], "--out", tmp_path).error
+    shutil.copytree(finished[0], tmp_path / "run")
+    (tmp_path / "run" / "requests.jsonl").unlink()
+    assert "no requests.jsonl" in cli("report", tmp_path / "run").error
+    (tmp_path / "run" / "config.yaml").unlink()
+    shutil.copy(finished[0] / "requests.jsonl", tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    done = cli("report", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "note" in done.out
+    assert "lacks the text of the tokens" in done.out
+
+
 # ---------------------------------------------------------------------------------- W&B and the benchmark
 
 

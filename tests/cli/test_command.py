@@ -76,7 +76,14 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path: Path) -> None:
     package = tmp_path / "package"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(package)
-    for name in ("conf/eval.yaml", "conf/method/suffix.yaml", "eval/run.py", "train/eagle.py", "assets/demo.jsonl"):
+    for name in (
+        "conf/eval.yaml",
+        "conf/method/suffix.yaml",
+        "eval/run.py",
+        "train/eagle.py",
+        "assets/demo.jsonl",
+        "assets/report.html",
+    ):
         assert (package / "specdec" / name).is_file(), name
     environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(package)}
     run = ["eval", "experiment=tiny", "limit=1", "sampling.max_tokens=4", "out_dir=run"]

@@ -19,7 +19,8 @@ WORDS = ["the", " river", " runs", " </script><b>", "\n", " é", " and", " then"
 def example_texts(rows: list[dict[str, Any]]) -> Texts:
     """A word and its id for every id, and a prompt for every request. Ids 1 and 2 are the halves of an emoji."""
     tokens = {i: f"{WORDS[i % len(WORDS)]}{i}".encode() for i in range(400)}
-    tokens[1], tokens[2] = b"\xf0\x9f", b"\x98\x80"
+    tokens[1] = b"\xf0\x9f"
+    tokens[2] = b"\x98\x80"
     return Texts(tokens, {row["id"]: f"prompt of {row['id']}" for row in rows})
 
 
