@@ -21,7 +21,6 @@ with script.one_line():
     from specdec.measure.report import console, page
     from specdec.measure.report import run as run_report
 
-MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")
 NUMBERS = (
     "mean_acceptance_length", "acceptance_rate_per_position", "tokens_per_step", "decode_tokens_per_s", "draft_s_per_step",
     "verify_s_per_step", "speedup", "speedup_interval", "speedup_cpu", "speedup_model", "efficiency",
@@ -46,7 +45,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
         raise ValueError(f"only {directories[0]} to compare; give two or more different directories")
     (first, reference), *others = runs.items()
     for name, summary in others:
-        for key in MUST_AGREE:
+        for key in compare_report.MUST_AGREE:
             if summary[key] != reference[key]:
                 differing = difference(key, reference[key], summary[key], first, name)
                 if not anyway:
@@ -94,7 +93,7 @@ def read(directory: Path) -> dict[str, Any]:
     if (directory / "checkpoints").exists():
         raise ValueError(f"{directory}: a training run; decode with it first: python eval/run.py checkpoint={directory}")
     keys = (
-        *MUST_AGREE,
+        *compare_report.MUST_AGREE,
         *SPEED_DEPENDS_ON,
         "method",
         "num_speculative_tokens",

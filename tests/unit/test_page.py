@@ -138,6 +138,15 @@ def test_several_runs_have_the_same_requests_side_by_side(rows: list[dict[str, A
     assert data["runs"][0]["color"] != data["runs"][1]["color"], "two runs of one method"
 
 
+def test_runs_that_do_not_compare_say_so(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    runs = {name: page.read_run(write_example_run(tmp_path / name, rows)) for name in ("a", "b")}
+    assert "warning" not in Elements(page.write_runs(runs, [page.Texts()] * 2, tmp_path)).text
+    runs["b"].summary.update(prompts="1", seed=1, busy=["it was hot"])
+    text = Elements(page.write_runs(runs, [page.Texts()] * 2, tmp_path)).text
+    assert "warning: the runs differ in prompts, seed, so their numbers do not compare" in text
+    assert "b: note: the machine was busy with other work (it was hot)" in text
+
+
 def test_a_training_run_has_its_numbers(tmp_path: Path) -> None:
     summary = {
         "method": "eagle",

@@ -12,6 +12,8 @@ from rich.table import Table
 from specdec.measure.report.figure import run_colors, saved_figure
 from specdec.measure.report.table import interval, new_table, number
 
+MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")  # else the numbers of two runs do not compare
+
 
 def compare_tables(runs: dict[str, dict[str, Any]]) -> list[Table]:
     """Acceptance and speed, a line per run; and both lengths by category."""

@@ -217,12 +217,11 @@ def write_run(directory: Path, texts: Texts) -> Path:
     summary = run.summary
     gain = run_report.speedup_line(summary["overall"])
     lines = [*([gain] if gain else []), f"lossless: {summary['lossless_said']}"]
-    if summary["busy"]:
-        lines.append(run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"]))
+    notes = [run_report.busy_note(summary["busy"], summary["overall"]["speedup_cpu"])] if summary["busy"] else []
     if summary.get("resumed"):
-        lines.append("note: resumed: times are of several processes")
+        notes.append("note: resumed: times are of several processes")
     body = [
-        _header(_title(summary), lines),
+        _header(_title(summary), lines, notes),
         _section("What ran", _facts_table([name], [_run_facts(run)]), _config(directory)),
         _section("Numbers", *map(table_html, run_report.tables(summary, "acceptance")), _plot(directory / "run.png")),
     ]
@@ -241,11 +240,24 @@ def write_runs(runs: Mapping[str, RunRecords], texts: Sequence[Texts], out: Path
     title = f"{len(runs)} runs: " + ", ".join(runs)
     tables = [table_html(table) for table in compare_report.compare_tables(summaries)]
     body = [
-        _header(title, compare_report.verdicts(summaries)),
+        _header(title, compare_report.verdicts(summaries), _cautions(summaries)),
         _section("What ran", _facts_table(list(runs), facts)),
         _section("Numbers", *tables, *([] if plot is None else [_plot(plot)])),
     ]
     return _write(out / FILE, title, body, token_data(runs, texts))
+
+
+def _cautions(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why the numbers of these runs may not compare, a line each."""
+    first, *others = summaries.values()
+    differing = [key for key in compare_report.MUST_AGREE if any(other[key] != first[key] for other in others)]
+    lines = [f"warning: the runs differ in {', '.join(differing)}, so their numbers do not compare"] if differing else []
+    if any(other["environment"] != first["environment"] for other in others):
+        lines.append("note: the runs were in different environments; compare their speedups, not their tokens/s")
+    for label, summary in summaries.items():
+        if summary["busy"]:
+            lines.append(f"{label}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
+    return lines
 
 
 def write_training(directory: Path) -> Path:
@@ -359,9 +371,10 @@ def table_html(table: Table) -> str:
     )
 
 
-def _header(title: str, lines: Iterable[str]) -> str:
-    """The title, and the lines below it; notes among them less loud."""
-    shown = [f'<p class="{"dim" if line.startswith("note") else "verdict"}">{escape(line)}</p>' for line in lines]
+def _header(title: str, lines: Iterable[str], notes: Iterable[str] = ()) -> str:
+    """The title, and below it the lines and, less loud, the notes."""
+    shown = [f'<p class="verdict">{escape(line)}</p>' for line in lines]
+    shown += [f'<p class="dim">{escape(note)}</p>' for note in notes]
     return f"<header><h1>{escape(title)}</h1>{''.join(shown)}</header>"
 
 
@@ -389,6 +402,7 @@ def _viewer(data: Mapping[str, Any]) -> str:
     lines = [
         f'<span style="border-bottom:2px solid {component["color"]}">drafted by {escape(component["name"])}</span>'
         for component in data["proposers"]
+        if component["name"] != PLAIN
     ]
     return _VIEWER.format(ramp=ramp, proposers="".join(lines))
 
