@@ -1,8 +1,8 @@
 """The page of a run, or of several runs side by side, from their records.
 
-    python eval/report.py outputs/demo-llama-suffix-standard
-    python eval/report.py outputs/demo-llama-ngram-standard outputs/demo-llama-suffix-standard --out outputs/both
-    python eval/report.py outputs/eagle3_demo-llama-demo                   # a training run
+    python eval/report.py outputs/demo-llama-suffix-standard/latest
+    python eval/report.py outputs/demo-llama-ngram-standard/latest outputs/demo-llama-suffix-standard/latest --out outputs/both
+    python eval/report.py outputs/eagle3_demo-llama-demo/latest            # a training run
 
 Every run of eval/run.py and train/*.py writes report.html into its out_dir at its end, and eval/compare.py one of the runs that
 it compares; this script makes it again, also of a run by an earlier version. It needs no network to be read.
