@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from specdec.params import SamplingParams
 
         return SamplingParams
+    if name in ("TextPrompt", "TokensPrompt"):
+        from specdec import prompts
+
+        return getattr(prompts, name)
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None) -> str:
     """The end of an error line about an unknown key: the valid key that looks most like it, or all (of `listed`)."""
     options = sorted(set(valid))
-    close = difflib.get_close_matches(key, options, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, options, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options if listed is None else listed)}"
 
 
@@ -66,8 +66,12 @@ class Checked(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     what: ClassVar[str] = "key"  # what a field is called in messages; of a group of a config file, "NAME key"
     aliases: ClassVar[tuple[str, ...]] = ()  # further keys that a "before" validator accepts
+    not_built: ClassVar[frozenset[str]] = frozenset()  # keys of vLLM's that we lack; None and False ask for nothing
 
     def __init__(self, **values: Any) -> None:
+        for key in [key for key in values if key in self.not_built]:
+            if values.pop(key) not in (None, False):
+                raise ValueError(f"{self.what} {key!r} is not built here; leave it out")
         known = {*type(self).model_fields, *self.aliases}
         for key in values:
             if key not in known:

@@ -246,6 +246,24 @@ class Step:
 
 
 @dataclass
+class TokenLogprobs:
+    """Log probabilities at one place of a prompt or an answer, under softmax of the target's logits as they are.
+
+    token_ids: [1 + n] the token at this place, then the n most likely ones, the likeliest first.
+    logprobs: [1 + n] of these.
+    rank: of the token at this place; 1: no other is likelier.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+    def top(self, count: int) -> TokenLogprobs:
+        """The same with fewer of the most likely tokens."""
+        return TokenLogprobs(self.token_ids[: 1 + count], self.logprobs[: 1 + count], self.rank)
+
+
+@dataclass
 class Request:
     """One prompt on its way through the engine; the engine fills in the second half."""
 
@@ -260,6 +278,9 @@ class Request:
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop token or string; None for eos and length
     text: str | None = None  # set when stop strings cut the text
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)  # of params.bad_words
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each output token, if params.logprobs asks for them
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each prompt token but the first, likewise
     stats: RequestStats = field(default_factory=RequestStats)
 
 

@@ -18,6 +18,7 @@ holds every committed token but the last*.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -40,12 +41,14 @@ from specdec.core import (
     Request,
     RequestStats,
     Step,
+    TokenLogprobs,
     check_proposer,
     require_chain,
 )
 from specdec.model.device import Timer, free_memory
 from specdec.model.kv import CAUSAL, SlotCache, Tree, Visibility, pack_ragged, pad_ragged
 from specdec.model.target import CausalLM, Output
+from specdec.prompts import bad_words_token_ids
 from specdec.rejection import Verifier
 from specdec.row_state import RowState
 from specdec.stop_rules import StopRules
@@ -55,6 +58,7 @@ ROW_BYTES = 200  # of a row's numbers on the host, beside which tokens end its r
 TARGET_NOT_FINITE = -1
 DRAFTER_NOT_FINITE = -2
 NOTHING_LEFT = -3
+SETTINGS_THAT_FORBID = "allowed_token_ids, bad_words, min_tokens"
 BONUS_COLUMN = -1  # column of uniforms that samples the extra token; the same for every draft length, so for any batch mates
 
 
@@ -152,7 +156,8 @@ class Engine:
     # ---------------------------------------------------------------- requests in
 
     def check(self, request: Request) -> None:
-        """Raise ValueError, one line, for a request that cannot be decoded."""
+        """Read a request's bad words. Raises ValueError, one line, for a request that cannot be decoded."""
+        params = request.params
         ids = request.prompt_token_ids
         vocab_size = self.target.vocab_size
         if not len(ids):
@@ -165,15 +170,25 @@ class Engine:
                 f"{self.target.max_model_len_reason if is_models else ''}"
             )
         max_draft = self.proposer.num_speculative_tokens
-        if (num_draft := request.params.num_speculative_tokens) is not None and num_draft > max_draft:
+        if (num_draft := params.num_speculative_tokens) is not None and num_draft > max_draft:
             raise ValueError(
                 f"request {request.id}: num_speculative_tokens={num_draft} is over the engine's {max_draft}; lower it"
             )
-        if request.params.min_tokens and len(set(self.stop_rules.stop_ids(request))) == vocab_size:
-            raise ValueError(f"request {request.id}: min_tokens forbids the stop tokens, and these are the whole vocabulary")
-        for token in (min(ids), max(ids), *(request.params.logit_bias or ())):
+        if params.n > 1:
+            raise ValueError(f"request {request.id}: n={params.n}, and the engine decodes one answer; LLM.generate takes n")
+        request.bad_words_token_ids = bad_words_token_ids(params.bad_words, self.target.tokenizer) if params.bad_words else []
+        bad_tokens = itertools.chain(*request.bad_words_token_ids)
+        for token in (min(ids), max(ids), *(params.logit_bias or ()), *(params.allowed_token_ids or ()), *bad_tokens):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"request {request.id}: token id {token} is outside the vocabulary 0..{vocab_size - 1}")
+        for key, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if (count or 0) > vocab_size:
+                raise ValueError(f"request {request.id}: {key}={count} is over the vocabulary of {vocab_size}; -1 is all of it")
+        forbidden = {word[0] for word in request.bad_words_token_ids if len(word) == 1}
+        forbidden.update(self.stop_rules.stop_ids(request) if params.min_tokens else ())
+        allowed = params.allowed_token_ids
+        if not (vocab_size - len(forbidden) if allowed is None else set(allowed) - forbidden):
+            raise ValueError(f"request {request.id}: {SETTINGS_THAT_FORBID} leave no token that can be sampled; remove one")
 
     def limit(self, request: Request) -> int:
         """Most tokens that the request may hold, prompt included."""
@@ -193,6 +208,8 @@ class Engine:
         self.prepare(*requests)
         for request in requests:
             request.stats = RequestStats()
+            request.logprobs = []
+            request.prompt_logprobs = []
             request.added_at = self.clock()
             self.waiting.append(request)
 
@@ -205,6 +222,12 @@ class Engine:
         self.add(*requests)
         while self.waiting or self.num_running:
             yield from self.step()
+
+    def running(self) -> Iterator[tuple[Request, np.ndarray]]:
+        """The requests that hold rows, with their output tokens so far (views: do not write)."""
+        for row, request in enumerate(self.state.request_R):
+            if request is not None:
+                yield request, self.state.output(row)
 
     def abort_all(self) -> None:
         """Drop every request that is waiting or running, as after an error or an interruption."""
@@ -245,7 +268,7 @@ class Engine:
             output = self._forward(rows, draft)
             verdict = self._verify(rows, draft, output.logits)
             self._observe(rows, draft, verdict)
-            finished += self._commit(rows, draft, verdict, timer, output.hidden_NTD, pruned_B)
+            finished += self._commit(rows, draft, verdict, timer, output.logits, output.hidden_NTD, pruned_B)
         return finished
 
     def _admit(self) -> None:
@@ -276,9 +299,13 @@ class Engine:
                 np.array([first]),
                 np.array([last - first]),
                 first_row=row,
-                last_only=True,
+                last_only=request.params.prompt_logprobs is None,
                 hidden_layers=self.proposer.hidden_layers,
             )
+            if (num_top := request.params.prompt_logprobs) is not None:
+                token_N = state.token_RL[row, first + 1 : min(last + 1, state.num_prompt_R[row])]
+                logits_NV = output.logits[: len(token_N)]
+                request.prompt_logprobs += self._logprobs(logits_NV, token_N, self._num_top(num_top))
             if output.hidden_NTD is not None and state.max_draft_R[row]:
                 state.hidden_R[row].append(output.hidden_NTD)
             state.cached_R[row] = last
@@ -294,7 +321,8 @@ class Engine:
             self.policy.on_start(row)
             rows = np.array([row])
             draft = self._empty_draft(1)
-            finished += self._commit(rows, draft, self._verify(rows, draft, output.logits), timer)
+            logits_BV = output.logits[-1:]
+            finished += self._commit(rows, draft, self._verify(rows, draft, logits_BV), timer, logits_BV)
         return finished
 
     # ---------------------------------------------------------------- draft
@@ -437,16 +465,22 @@ class Engine:
         logits_BJV = pad_ragged(logits_NV, draft.length_B.numpy() + 1, num_positions)
         raw_max_N = None
         if not all(p.plain for p in params):
-            # bias, penalties and min_tokens may hide what is not finite, or make it
+            # constraints, bias, penalties and min_tokens may hide what is not finite, or make it
             raw_max_N = logits_BJV.flatten(0, 1).amax(-1)
             logits_BJV = self._apply_penalties(rows, draft, logits_BJV)
         row_N = torch.arange(num_rows, device=logits_NV.device).repeat_interleave(num_positions)
         flat_NV = logits_BJV.flatten(0, 1).float()
         max_N = flat_NV.amax(-1)
+        is_left_BJ = sampling.finite(max_N).view(num_rows, -1)
+        if raw_max_N is not None:  # a position with no token left may never be reached: until then, any distribution will do
+            is_empty_N = max_N == -torch.inf
+            flat_NV.masked_fill_(is_empty_N.unsqueeze(-1), 0.0)
+            max_N = max_N.masked_fill(is_empty_N, 0.0)
         p_BJV = sampling.probs(flat_NV, params, row_N, max_N).view_as(logits_BJV)
         verdict = self.verifier(draft, p_BJV, self._verify_uniforms(rows, draft))
-        is_finite_B = sampling.finite(max_N if raw_max_N is None else raw_max_N).view(num_rows, -1).all(1)
-        is_left_B = sampling.finite(max_N).view(num_rows, -1).all(1)
+        is_finite_B = (is_left_BJ if raw_max_N is None else sampling.finite(raw_max_N).view(num_rows, -1)).all(1)
+        is_beyond_BJ = torch.arange(num_positions, device=max_N.device) > verdict.num_accepted_B.unsqueeze(1)
+        is_left_B = (is_left_BJ | is_beyond_BJ).all(1)
         token_B = torch.where(is_finite_B, torch.where(is_left_B, verdict.token_B, NOTHING_LEFT), TARGET_NOT_FINITE)
         columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _tokens_for_host(draft)]
         if verdict.path_BK is not None:
@@ -483,7 +517,7 @@ class Engine:
         if token_B[b] == TARGET_NOT_FINITE:
             reason = self.target.not_finite_message
         elif token_B[b] == NOTHING_LEFT:
-            reason = "min_tokens, logit_bias and penalties leave no token that can be sampled; lower them"
+            reason = f"{SETTINGS_THAT_FORBID}, logit_bias and penalties leave no token that can be sampled; lower them"
         else:
             name = self.proposer.name if draft.proposer_B is None else draft.proposer_B[b]
             reason = f"the drafter's logits (method {name}) are not finite (nan or inf); use another drafter, or another dtype"
@@ -493,7 +527,7 @@ class Engine:
         raise ValueError(f"request {request.id}, after {length} tokens: {reason}")
 
     def _apply_penalties(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
-        require_chain(draft, "a request with penalties, logit_bias or min_tokens")
+        require_chain(draft, "a request with penalties, logit_bias, min_tokens, allowed_token_ids or bad_words")
         state = self.state
         prompt_BV = None
         output_BV = None
@@ -508,6 +542,8 @@ class Engine:
             draft.length_B,
             state.num_output(rows),
             [self.stop_rules.stop_ids(request) for request in state.requests(rows)],
+            [request.bad_words_token_ids for request in state.requests(rows)],
+            [state.output(row) for row in rows],
         )
 
     def _verify_uniforms(self, rows: np.ndarray, draft: Draft) -> Tensor:
@@ -538,11 +574,13 @@ class Engine:
         draft: Draft,
         verdict: HostVerdict,
         timer: Timer,
+        logits_NV: Tensor,
         hidden_NTD: Tensor | None = None,
         pruned_B: np.ndarray | None = None,
     ) -> list[Request]:
         """Append the emitted tokens up to a stop, count them, and let finished requests go.
 
+        logits_NV: the target's raw logits of the forward.
         hidden_NTD: the target's states of the forward, if the proposer reads them.
         pruned_B: tokens that were drafted and not verified; None after a prefill.
         """
@@ -571,6 +609,7 @@ class Engine:
             for b, row in enumerate(rows):
                 if state.max_draft_R[row]:
                     state.hidden_R[row].append(hidden[b][verdict.nodes(b, count_B[b])])
+        self._add_logprobs(rows, draft, verdict, count_B, logits_NV)
 
         timer.mark()
         now = self.clock()
@@ -582,6 +621,33 @@ class Engine:
             if stopped_B[b] or state.length_R[row] >= state.max_len_R[row]:
                 finished.append(self._finish(row, bool(stopped_B[b])))
         return finished
+
+    def _add_logprobs(
+        self, rows: np.ndarray, draft: Draft, verdict: HostVerdict, count_B: np.ndarray, logits_NV: Tensor
+    ) -> None:
+        """Log probabilities of the emitted tokens, for the requests that ask for them."""
+        requests = self.state.requests(rows)
+        asking = [b for b, request in enumerate(requests) if request.params.logprobs is not None]
+        if not asking:
+            return
+        place_J = np.arange(draft.token_BK.shape[1] + 1)
+        first_B = np.cumsum(draft.length_B.numpy() + 1) - draft.length_B.numpy() - 1  # of each row in the forward
+        place_N = np.concatenate([first_B[b] + place_J[verdict.nodes(b, count_B[b])] for b in asking])
+        emitted_BJ = verdict.emitted_BJ()
+        token_N = np.concatenate([emitted_BJ[b, : count_B[b]] for b in asking])
+        num_top_A = [self._num_top(requests[b].params.logprobs) for b in asking]
+        logprobs = iter(self._logprobs(logits_NV[self.state.to_device(place_N)], token_N, max(num_top_A)))
+        for b, num_top in zip(asking, num_top_A, strict=True):
+            for each in itertools.islice(logprobs, int(count_B[b])):
+                requests[b].logprobs.append(each.top(num_top))
+
+    def _num_top(self, num_logprobs: int | None) -> int:
+        return self.target.vocab_size if num_logprobs == -1 else num_logprobs or 0
+
+    def _logprobs(self, logits_NV: Tensor, token_N: np.ndarray, num_top: int) -> list[TokenLogprobs]:
+        """Of each token, and of so many likeliest ones."""
+        ids_NX, logprob_NX, rank_N = sampling.token_logprobs(logits_NV, self.state.to_device(token_N), num_top)
+        return [TokenLogprobs(*each) for each in zip(ids_NX.tolist(), logprob_NX.tolist(), rank_N.tolist(), strict=True)]
 
     def _move_accepted(self, rows: np.ndarray, length_B: np.ndarray, verdict: HostVerdict, count_B: np.ndarray) -> None:
         """K and V of a tree's accepted nodes go to the slots of their positions."""

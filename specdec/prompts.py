@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -10,6 +12,23 @@ import torch
 from specdec import sampling
 from specdec.checked import check_text, first_line, short_repr
 from specdec.core import Request
+from specdec.params import SamplingParams
+
+MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as tokenizers with byte fallback name them
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, as vLLM's class of this name."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, as vLLM's class of this name. prompt: their text, which is only passed on."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
 
 
 def token_ids(values: Any, key: str) -> list[int]:
@@ -52,7 +71,10 @@ def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
 
 
 def answer_text(request: Request, tokenizer: Any) -> str:
-    """The text of a finished request. The token that stopped it is left out of the text (not of the ids), as in vLLM."""
+    """The text of a finished request; empty under `detokenize=False`. The token that stopped it is left out of the text (not
+    of the ids), as in vLLM."""
+    if not request.params.detokenize:
+        return ""
     if request.text is not None:
         return request.text
     ids = request.output_token_ids
@@ -61,6 +83,55 @@ def answer_text(request: Request, tokenizer: Any) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=request.params.skip_special_tokens))
 
 
-def derived_seed(seed: int, number: int) -> int:
-    """The seed of request `number` of a run: distinct per request, the same in every run with that seed."""
-    return int(sampling.uniforms(np.array(seed), sampling.SEED, np.array(number), 0) * 2**53)
+def settled_text(output_token_ids: Sequence[int], params: SamplingParams, tokenizer: Any) -> str:
+    """The text of an unfinished answer, without what later tokens can still change: the bytes of half a character, and what may
+    become a stop string."""
+    if not params.detokenize:
+        return ""
+    count = len(output_token_ids)
+    # a run of byte tokens is read as a unit: one that makes no text turns all of them into replacement characters
+    while count and _BYTE_TOKEN.fullmatch(str(tokenizer.convert_ids_to_tokens(int(output_token_ids[count - 1])))):
+        count -= 1
+    text = str(tokenizer.decode(output_token_ids[:count], skip_special_tokens=params.skip_special_tokens)).rstrip("\ufffd")
+    if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # removes a space once it knows what follows
+        place = text.find(" ", max(0, len(text) - 3))
+        text = text if place < 0 else text[:place]
+    longest = max(map(len, params.stop), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in params.stop):
+            return text[:-length]
+    return text
+
+
+def token_text(token: int, before: Sequence[int], tokenizer: Any) -> str:
+    """The text of a token. One that completes a character has the character, one that does not has none.
+
+    before: the tokens before it.
+    """
+    text = str(tokenizer.decode([token]))
+    for count in range(1, min(len(before), MAX_CHARACTER_TOKENS - 1) + 1):
+        if not text.endswith("\ufffd"):
+            break
+        context = list(before[-count:])
+        text = str(tokenizer.decode([*context, token]))
+        if not text.endswith("\ufffd"):
+            text = text.removeprefix(str(tokenizer.decode(context)).rstrip("\ufffd"))
+    return "" if text.endswith("\ufffd") else text
+
+
+def bad_words_token_ids(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of bad words, as vLLM reads them: each without a space in front, and with one where that is as many tokens that
+    begin with another one."""
+    sequences = []
+    for word in words:
+        bare, spaced = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (word.lstrip(), f" {word.lstrip()}"))
+        sequences.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            sequences.append(spaced)
+    return sequences
+
+
+def derived_seed(seed: int, number: int, answer: int = 0) -> int:
+    """The seed of request `number` of a run: distinct per request, the same in every run with that seed. answer: of several
+    answers to one prompt."""
+    return int(sampling.uniforms(np.array(seed), sampling.SEED, np.array(number), answer) * 2**53)

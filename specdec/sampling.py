@@ -128,8 +128,10 @@ def apply_penalties(
     length_B: Tensor,
     num_output_B: np.ndarray,
     stop_ids: list[list[int]],
+    bad_words: list[list[list[int]]] | None = None,
+    outputs: list[np.ndarray] | None = None,
 ) -> Tensor:
-    """Bias, minimum length and penalties, for every verified position of every row, each with its own prefix.
+    """Constraints, bias, minimum length and penalties, for every verified position of every row, each with its own prefix.
 
     The prefix of position j is the committed tokens and the draft tokens before j. The repetition penalty is that of CTRL
     (Keskar et al. 2019) over prompt and output; presence and frequency count over the output.
@@ -141,6 +143,8 @@ def apply_penalties(
     length_B: how many of them each row has, on the host.
     num_output_B: output tokens so far.
     stop_ids: tokens of each row that `min_tokens` forbids.
+    bad_words: token ids of each row's bad words (None if no row has any).
+    outputs: with them, the output tokens so far of each row, on the host.
     """
     device = logits_BJV.device
     num_positions = logits_BJV.shape[1]
@@ -153,6 +157,14 @@ def apply_penalties(
         num_missing = p.min_tokens - int(num_output_B[b])
         if num_missing > 0 and stop_ids[b]:
             logits_BJV[b, :num_missing, torch.tensor(stop_ids[b], device=device)] = -torch.inf
+        if p.allowed_token_ids is not None:
+            ids = torch.tensor(p.allowed_token_ids, device=device)
+            allowed_JA = logits_BJV[b][:, ids]
+            logits_BJV[b] = -torch.inf
+            logits_BJV[b, :, ids] = allowed_JA
+        if bad_words and bad_words[b]:
+            assert outputs is not None
+            _forbid_words(logits_BJV[b], bad_words[b], outputs[b], draft_BK[b])
 
     if prompt_BV is None or output_BV is None:
         return logits_BJV
@@ -173,6 +185,45 @@ def apply_penalties(
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
         logits_BJV[:, j] = logits - frequency * output_BV - presence * (output_BV > 0)
     return logits_BJV
+
+
+def _forbid_words(logits_JV: Tensor, words: list[list[int]], output: np.ndarray, draft_K: Tensor) -> None:
+    """The last token of each word gets -inf where the tokens before it are the word's others. In place.
+
+    words: token ids.
+    output: output tokens so far; the prompt's do not count, as in vLLM.
+    """
+    device = logits_JV.device
+    num_positions = len(logits_JV)
+    longest = max(map(len, words)) - 1
+    tail = output[len(output) - min(longest, len(output)) :]
+    padded = np.concatenate([np.full(longest - len(tail), -1), tail])  # -1: no token
+    text = torch.cat([torch.from_numpy(padded).to(device, non_blocking=True), draft_K])
+    for word in words:
+        length = len(word) - 1
+        if not length:
+            logits_JV[:, word[-1]] = -torch.inf
+            continue
+        before_JN = text[longest - length :].unfold(0, length, 1)[:num_positions]
+        completes_J = (before_JN == torch.tensor(word[:-1], device=device)).all(-1)
+        logits_JV[:, word[-1]].masked_fill_(completes_J, -torch.inf)
+
+
+def token_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log probabilities of tokens and of the likeliest ones, on the host: ids [N, 1 + num_top], the token first, their log
+    probabilities, and the rank [N] of the token among all (1: no other is likelier), as vLLM counts it.
+
+    logits_NV: raw.
+    token_N: ids.
+    """
+    logprob_NV = logits_NV.float().log_softmax(-1)
+    token_N1 = token_N.unsqueeze(-1)
+    chosen_N1 = logprob_NV.gather(-1, token_N1)
+    rank_N1 = (logprob_NV >= chosen_N1).sum(-1, keepdim=True)
+    top_NX, id_NX = logprob_NV.topk(num_top, -1)
+    host = torch.cat([x.double() for x in (token_N1, id_NX, chosen_N1, top_NX, rank_N1)], 1).cpu().numpy()  # one read
+    width = 1 + num_top
+    return host[:, :width].astype(np.int64), host[:, width : 2 * width], host[:, -1].astype(np.int64)
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -871,7 +871,7 @@ def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
     [
         ({"prefill_chunk_size": 1.5}, "prefill_chunk_size=1.5"),
         ({"max_batch_size": "8"}, "max_batch_size='8': input should be a valid integer"),
-        ({"max_batch_size": None}, "max_batch_size=None"),
+        ({"max_num_seqs": "8"}, "max_batch_size='8': input should be a valid integer"),
         ({"max_batch_size": True}, "max_batch_size=True"),
         ({"num_threads": 0}, "num_threads=0: input should be greater than or equal to 1"),
         ({"seed": 2**70}, "seed=1180591620717411303424"),
@@ -893,8 +893,10 @@ def test_more_rows_than_memory_has_room_for(one_line: Any) -> None:
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        (123, "prompts=123: give a string"),
-        ([1, 2], "prompt 1 is neither a string nor"),
+        (123, "prompts=123: give a string, token ids, "),
+        (["a", 2], "prompt 2 is none of: a string, token ids, "),
+        ([[1, 2], [3.5]], "prompt[0]=3.5 is no token id"),
+        ({"prompt": "a", "multi_modal_data": {}}, "prompt key 'multi_modal_data' is not built here"),
         ({"prompt_token_ids": "123"}, "prompt_token_ids='123' must be a list of token ids"),
         ({"prompt_token_ids": [1.7]}, "prompt_token_ids[0]=1.7 is no token id"),
         ({"prompt_token_ids": [5, True]}, "prompt_token_ids[1]=True is no token id"),
