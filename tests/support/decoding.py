@@ -44,10 +44,11 @@ def decode_reference(
     params = request.params
     prompt = request.prompt_token_ids
     output = []
+    bad_words = request.bad_words_token_ids  # as the engine has read them
     stop_ids = [*(() if params.ignore_eos else eos), *params.stop_token_ids]
     budget = min(params.max_tokens or 10**9, max_model_len - len(prompt))
     while len(output) < budget:
-        distribution = next_probs_reference(logits_after([*prompt, *output]), params, prompt, output, stop_ids)
+        distribution = next_probs_reference(logits_after([*prompt, *output]), params, prompt, output, stop_ids, bad_words)
         u = float(uniforms(np.array(request.seed), VERIFY, np.array(len(output)), BONUS_COLUMN))
         cumulative = list(itertools.accumulate(distribution))
         output.append(next(token for token, mass in enumerate(cumulative) if mass > u * cumulative[-1]))

@@ -228,8 +228,10 @@ def next_probs_reference(
     prompt: Sequence[int],
     output: Sequence[int],
     stop_ids: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
-    """[V] float64: the distribution of the token after prompt + output. stop_ids: what `min_tokens` forbids."""
+    """[V] float64: the distribution of the token after prompt + output. stop_ids: what `min_tokens` forbids; bad_words: token
+    ids of `params.bad_words`."""
     logits = [float(x) for x in logits_V]
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
@@ -241,6 +243,11 @@ def next_probs_reference(
         logits[token] = logits[token] / push if logits[token] > 0 else logits[token] * push
     for token in set(output):
         logits[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
+    for *before, last in bad_words:
+        if list(output)[len(output) - len(before) :] == before:
+            logits[last] = -math.inf
+    if params.allowed_token_ids is not None:
+        logits = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(logits)]
 
     vocab = range(len(logits))
     if params.temperature == 0:
@@ -265,12 +272,26 @@ def next_probs_reference(
     return distribution / distribution.sum()
 
 
+def digits(text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+    """A tokenizer for a table: digit d is token d. Spaces are nothing."""
+    assert not add_special_tokens
+    return {"input_ids": [int(digit) for digit in text.strip()]}
+
+
+def with_digits(model: TableLM) -> TableLM:
+    """The same model with that tokenizer."""
+    same = copy.copy(model)
+    same._tokenizer = digits
+    return same
+
+
 def joint_distribution(model: TableLM, prompt: Sequence[int], params: SamplingParams, count: int) -> Tensor:
     """[V ** count] the exact distribution of that many tokens after the prompt, in the order of itertools.product."""
     joint = np.ones(1)
+    bad_words = [digits(word)["input_ids"] for word in params.bad_words]
     for length in range(count):
         distributions = [
-            next_probs_reference(model.logits_after([*prompt, *output]), params, prompt, output)
+            next_probs_reference(model.logits_after([*prompt, *output]), params, prompt, output, bad_words=bad_words)
             for output in itertools.product(range(model.vocab_size), repeat=length)
         ]
         joint = (joint[:, None] * np.stack(distributions)).reshape(-1)

@@ -100,6 +100,8 @@ MANY_PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 0.9, "presence_penalty": -0.5},
     {"temperature": 0.7, "logit_bias": {0: 1.5, 3: -2.0}},
     {"temperature": 0.0, "logit_bias": {1: 3.0}},
+    {"temperature": 0.0, "allowed_token_ids": [1, 4]},
+    {"temperature": 0.9, "allowed_token_ids": [0, 2, 3], "repetition_penalty": 1.3, "top_k": 2},
     {
         "temperature": 1.2,
         "top_k": 5,
