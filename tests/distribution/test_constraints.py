@@ -50,12 +50,13 @@ def test_joint_distribution_under_constraints(name: str, drafter: str, constrain
     assert sum(sum(request.stats.drafted) for request in requests) > 0
 
 
-def test_a_position_without_tokens_is_no_matter_until_it_is_reached() -> None:
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_position_without_tokens_is_no_matter_until_it_is_reached(temperature: float) -> None:
     """After token 0 nothing is left. The target takes 1, the drafter nearly always drafts 0."""
     logits = np.full((3, 2, 2), -20.0)
     logits[..., 1] = 20.0
     target = TableLM(logits)
-    params = SamplingParams(temperature=0, max_tokens=12, bad_words=["00", "01"])
+    params = SamplingParams(temperature=temperature, max_tokens=12, bad_words=["00", "01"])
     for name in schemes():
         for request in decode(with_digits(target), adverse(target), scheme(name), params, num_requests=4):
             assert request.output_token_ids == [1] * 12
@@ -136,7 +137,7 @@ def test_rows_that_do_not_ask_pay_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 @cache
 def reference() -> Any:
-    return AutoModelForCausalLM.from_pretrained(hub.resolve("tiny"), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(hub.resolve("tiny"), dtype=torch.float32, trust_remote_code=False)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdec import LLM, SamplingParams, hub
+from specdec import LLM, SamplingParams, TextPrompt, TokensPrompt, hub
+from specdec.core import Request
 from specdec.llm import RequestOutput
 from specdec.measure.stats import Counter, SpecDecodeMetrics, Vector
 from specdec.method.eagle3 import Architecture
 from specdec.model.target import CausalLM
+from specdec.prompts import bad_words_token_ids, settled_text
 from specdec.speculative_config import SpeculativeConfig
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -955,3 +958,271 @@ def test_layers_are_tapped_once(plain: LLM, one_line: Any) -> None:
     }
     one_line(lambda: SpeculativeConfig(**settings).resolve().build(plain.target), "[1, 1, 1] names a layer twice")
     one_line(lambda: Architecture(eagle_aux_hidden_state_layer_ids=[1, 1, 1]).layers(4), "[1, 1, 1] names a layer twice")
+
+
+# ---------------------------------------------------------------------------------------------- several answers
+
+
+def test_n_answers_have_seeds_of_their_own(plain: LLM, ngram: LLM) -> None:
+    """The first is that of n=1; all of them are the same alone, in a batch, and in every run."""
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=5, n=3)
+    results = generate(ngram, PROMPTS, params)
+    for result, one in zip(results, generate(ngram, PROMPTS, SamplingParams(max_tokens=12, seed=5)), strict=True):
+        assert [answer.index for answer in result.outputs] == [0, 1, 2]
+        assert len({tuple(answer.token_ids) for answer in result.outputs}) == 3
+        assert result.outputs[0].token_ids == one.outputs[0].token_ids
+    assert len({result.request_id for result in results}) == len(PROMPTS)
+    again = [generate(ngram, prompt, params)[0].outputs for prompt in PROMPTS]
+    assert [[answer.token_ids for answer in answers] for answers in again] == [
+        [answer.token_ids for answer in result.outputs] for result in results
+    ]
+    seedless = SamplingParams(max_tokens=12, n=2)
+    first, second = generate(plain, ["x", "x"], seedless)
+    assert len({tuple(answer.token_ids) for answer in (*first.outputs, *second.outputs)}) == 4
+    request = generate(plain, "x", SamplingParams(max_tokens=2, n=2, prompt_logprobs=0))[0]
+    assert request.prompt_logprobs == [None]
+
+
+def test_several_greedy_answers_are_refused_as_in_vllm(plain: LLM, one_line: Any) -> None:
+    one_line(lambda: SamplingParams(temperature=0, n=2), "n=2 at temperature 0", "use n=1")
+    request = Request("0", [1], SamplingParams(n=2))
+    one_line(lambda: plain.engine.add(request), "n=2", "LLM.generate")
+
+
+# --------------------------------------------------------------------------------------------- log probabilities
+
+
+def test_logprobs_have_vllms_shape(self_drafting: LLM) -> None:
+    tokenizer = self_drafting.get_tokenizer()
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=1, logprobs=2, prompt_logprobs=1)
+    (result,) = generate(self_drafting, "to be", params)
+    (answer,) = result.outputs
+    assert len(answer.logprobs) == len(answer.token_ids)
+    for token, place in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert next(iter(place)) == token, "the sampled token comes first"
+        assert {logprob.rank for logprob in place.values()} >= {1, 2}
+        assert len(place) == (2 if place[token].rank <= 2 else 3)
+        top = sorted(place.values(), key=lambda logprob: logprob.rank)
+        assert [each.logprob for each in top] == sorted((each.logprob for each in top), reverse=True)
+        assert all(each.logprob < 0 for each in top)
+    assert answer.cumulative_logprob == sum(
+        place[token].logprob for token, place in zip(answer.token_ids, answer.logprobs, strict=True)
+    )
+    first, *others = result.prompt_logprobs
+    assert first is None
+    assert [next(iter(place)) for place in others] == result.prompt_token_ids[1:]
+    texts = [next(iter(place.values())).decoded_token for place in others]
+    assert texts == [tokenizer.decode([token]) for token in result.prompt_token_ids[1:]]
+    (bare,) = generate(self_drafting, "to be", SamplingParams(temperature=0, max_tokens=3))
+    assert (bare.prompt_logprobs, bare.outputs[0].logprobs, bare.outputs[0].cumulative_logprob) == (None, None, None)
+    everything = generate(self_drafting, "x", SamplingParams(max_tokens=2, logprobs=-1))[0].outputs[0].logprobs
+    assert [len(place) for place in everything] == [320, 320]
+    assert sum(math.exp(each.logprob) for each in everything[0].values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_token_that_completes_a_character_has_its_text(plain: LLM) -> None:
+    ids = plain.get_tokenizer()("xé€", add_special_tokens=False)["input_ids"]
+    (result,) = generate(plain, ids, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    assert [next(iter(place.values())).decoded_token for place in result.prompt_logprobs[1:]] == ["", "é", "", "", "€"]
+
+
+def test_more_logprobs_than_tokens(plain: LLM, one_line: Any) -> None:
+    for key in ("logprobs", "prompt_logprobs"):
+        one_line(lambda key=key: generate(plain, "x", SamplingParams(**{key: 321})), f"{key}=321", "320", "-1")
+        one_line(lambda key=key: SamplingParams(**{key: -2}), f"{key}=-2")
+
+
+# -------------------------------------------------------------------------------------------------- constraints
+
+
+def test_bad_words_are_read_as_vllm_reads_them() -> None:
+    """With a space in front too, where that is as many tokens that begin with another."""
+    words = {"a": [5], " a": [6], "bc": [7, 8], " bc": [9], "d": [3, 5], " d": [3, 6], "e": [1, 2], " e": [3, 2]}
+
+    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": words[text]}
+
+    assert bad_words_token_ids(["a", "  bc", "d", "e"], tokenizer) == [[5], [6], [7, 8], [3, 5], [1, 2], [3, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"allowed_token_ids": []}, ["allowed_token_ids=[]"]),
+        ({"bad_words": ["a", " "]}, ["bad_words=['a', ' ']", "empty"]),
+        ({"bad_words": "a"}, ["bad_words='a'", "list"]),
+        ({"stop": "a", "detokenize": False}, ["stop=['a']", "detokenize=False"]),
+        ({"n": 0}, ["n=0"]),
+        ({"best_of": 2}, ["sampling parameter 'best_of' is not built here"]),
+        ({"guided_decoding": {"json": {}}}, ["'guided_decoding' is not built here"]),
+        ({"structured_outputs": {"json": {}}}, ["'structured_outputs' is not built here"]),
+    ],
+)
+def test_bad_constraints(values: dict[str, Any], words: list[str], one_line: Any) -> None:
+    one_line(lambda: SamplingParams(**values), *words)
+
+
+def test_constraints_that_leave_nothing(plain: LLM, one_line: Any) -> None:
+    (a,) = plain.get_tokenizer()("a", add_special_tokens=False)["input_ids"]
+    for values in ({"bad_words": ["a"]}, {"min_tokens": 2, "stop_token_ids": [a]}):
+        params = SamplingParams(allowed_token_ids=[a], **values)
+        one_line(lambda params=params: generate(plain, "x", params), "leave no token", "remove one")
+    one_line(lambda: generate(plain, "x", SamplingParams(allowed_token_ids=[320])), "320", "0..319")
+
+
+def test_without_detokenize_there_are_only_tokens(ngram: LLM) -> None:
+    params = {"temperature": 0, "max_tokens": 6, "logprobs": 1}
+    (bare,) = generate(ngram, "x", SamplingParams(**params, detokenize=False))[0].outputs
+    (full,) = generate(ngram, "x", SamplingParams(**params))[0].outputs
+    assert (bare.text, bare.token_ids) == ("", full.token_ids)
+    assert {each.decoded_token for place in bare.logprobs for each in place.values()} == {None}
+
+
+def test_what_a_record_leaves_out_at_its_default() -> None:
+    """Runs from before these keys existed compare with those after."""
+    assert not {"n", "logprobs", "bad_words", "allowed_token_ids", "detokenize"} & set(SamplingParams().model_dump())
+    assert SamplingParams(n=2, bad_words=["a"]).model_dump().items() >= {"n": 2}.items()
+
+
+def test_a_clone_shares_nothing() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, bad_words=["b"])
+    clone = params.clone()
+    assert clone == params
+    assert clone.stop is not params.stop
+    assert clone.logit_bias is not params.logit_bias
+
+
+# ------------------------------------------------------------------------------------------------------ streams
+
+CHARACTERS = "é€😀ab "
+
+
+def spelling(llm: LLM) -> dict[str, Any]:
+    """Only the bytes of a few characters, of one to four bytes: many halves."""
+    return {"allowed_token_ids": llm.get_tokenizer()(CHARACTERS, add_special_tokens=False)["input_ids"], "max_tokens": 60}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0},
+        {"stop": ["ba", "b€", "zz"], "n": 2},
+        {"stop": ["b"], "include_stop_str_in_output": True, "min_tokens": 9},
+        {"detokenize": False},
+        {"logprobs": 1, "prompt_logprobs": 0},
+    ],
+)
+def test_a_stream_joined_is_what_generate_gives(plain: LLM, ngram: LLM, self_drafting: LLM, values: dict[str, Any]) -> None:
+    for llm in (plain, ngram, self_drafting):
+        params = SamplingParams(**({"temperature": 1.0, "seed": 3} | spelling(llm) | values))
+        pieces = list(llm.stream(PROMPTS, params))
+        wanted = generate(llm, PROMPTS, params)
+        first_id = min(int(piece.request_id) for piece in pieces)
+        assert [piece.finished for piece in pieces].count(True) == len(PROMPTS)
+        for number, want in enumerate(wanted):
+            of_prompt = [piece for piece in pieces if int(piece.request_id) == first_id + number]
+            assert of_prompt[-1].finished
+            assert of_prompt[0].prompt_token_ids == want.prompt_token_ids
+            assert next((p.prompt_logprobs for p in of_prompt if p.prompt_logprobs), None) == want.prompt_logprobs
+            for answer in want.outputs:
+                parts = [piece.outputs[0] for piece in of_prompt if piece.outputs[0].index == answer.index]
+                assert "".join(part.text for part in parts) == answer.text
+                assert [token for part in parts for token in part.token_ids] == answer.token_ids
+                assert all(part.text or part.finish_reason or not params.detokenize for part in parts)
+                assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [answer.finish_reason]
+                assert parts[-1].stop_reason == answer.stop_reason
+                assert parts[-1].spec_decode_metrics == answer.spec_decode_metrics
+                assert parts[-1].cumulative_logprob == answer.cumulative_logprob
+                logprobs = [place for part in parts for place in part.logprobs or ()]
+                assert logprobs == (answer.logprobs or [])
+                if not params.stop and params.temperature and params.detokenize:
+                    assert len(parts) > 3, "it does come in pieces"
+
+
+def test_a_piece_holds_back_what_may_become_a_stop_string(plain: LLM) -> None:
+    tokenizer = plain.get_tokenizer()
+
+    def settled(text: str, **values: Any) -> str:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return settled_text(ids, SamplingParams(**values), tokenizer)
+
+    assert settled("abc") == "abc"
+    assert settled("abc", stop="cd") == "ab"
+    assert settled("abab", stop=["abac", "x"]) == "ab"
+    assert settled("abc", stop="d") == "abc"
+    assert settled("ab") == "ab"
+    half = tokenizer("a😀", add_special_tokens=False)["input_ids"][:-1]
+    assert settled_text(half, SamplingParams(), tokenizer) == "a"
+
+
+def test_a_stream_that_another_call_takes_over(plain: LLM, one_line: Any) -> None:
+    stream = plain.stream("x", SamplingParams(temperature=0, **spelling(plain)))
+    next(stream)
+    want = generate(plain, PROMPTS)
+    one_line(lambda: list(stream), "another call", "read a stream to its end")
+    left = plain.stream("x", GREEDY)
+    next(left)
+    assert tokens(generate(plain, PROMPTS)) == tokens(want), "what an unread stream leaves behind belongs to nobody"
+    one_line(lambda: plain.stream("", GREEDY), "prompt is empty")
+
+
+# ------------------------------------------------------------------------------------------- arguments of vLLM's
+
+
+def test_prompts_of_several_kinds_in_one_list(plain: LLM) -> None:
+    ids = plain.get_tokenizer()("x y", add_special_tokens=False)["input_ids"]
+    text = TextPrompt(prompt="x y")
+    mixed = ["x y", ids, tuple(ids), np.array(ids), text, TokensPrompt(prompt_token_ids=ids)]
+    results = generate(plain, mixed)
+    assert len({tuple(each) for each in tokens(results)}) == 1
+    for one in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
+        assert tokens(generate(plain, one)) == tokens(results[:1]), "a bare list is one prompt"
+    assert len(generate(plain, [ids, ids[:2]])) == 2
+    assert len(generate(plain, np.array([ids, ids]))) == 2
+
+
+def test_max_num_seqs_is_max_batch_size(one_line: Any) -> None:
+    assert LLM("tiny", device="cpu").engine.max_batch_size == 8
+    assert LLM("tiny", device="cpu", max_num_seqs=3, enforce_eager=True).engine.max_batch_size == 3
+    assert LLM("tiny", device="cpu", max_num_seqs=3, max_batch_size=3).engine.max_batch_size == 3
+    one_line(lambda: LLM("tiny", max_num_seqs=3, max_batch_size=8), "max_batch_size=8 and max_num_seqs=3 differ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"enforce_eager": False}, ["enforce_eager=False", "graphs are not built here"]),
+        ({"gpu_memory_utilization": 0.9}, ["LLM argument 'gpu_memory_utilization' is not built here; leave it out"]),
+        ({"quantization": "fp8"}, ["'quantization' is not built here"]),
+        ({"enable_lora": True}, ["'enable_lora' is not built here"]),
+        ({"max_num_seq": 3}, ["unknown LLM argument 'max_num_seq'; did you mean 'max_num_seqs'"]),
+        ({"rope_theta": 3}, ["unknown LLM argument 'rope_theta'; valid: "]),
+    ],
+)
+def test_arguments_that_are_not_built(arguments: dict[str, Any], words: list[str], one_line: Any) -> None:
+    one_line(lambda: LLM("/nowhere", **arguments), *words)
+
+
+def test_arguments_that_ask_for_nothing() -> None:
+    LLM("tiny", device="cpu", quantization=None, trust_remote_code=False)
+    assert SamplingParams(best_of=None, flat_logprobs=False) == SamplingParams()
+
+
+def test_tools_reach_the_template(plain: LLM, capsys: pytest.CaptureFixture[str], one_line: Any) -> None:
+    user = [{"role": "user", "content": "Hi."}]
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    template = "{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}"
+    (result,) = plain.chat(user, GREEDY, tools=tools, chat_template=template, use_tqdm=False)
+    assert result.prompt == "[look_up]Hi."
+    assert "note" not in capsys.readouterr().err
+    plain.chat(user, GREEDY, tools=tools, chat_template="{{ messages[0].content }}", use_tqdm=False)
+    assert "the chat template does not read tools" in capsys.readouterr().err
+    one_line(lambda: plain.chat(user, GREEDY, tools="look_up"), "tools='look_up'", "a list of schemas")
+
+
+def test_k_has_the_command_lines_default(one_line: Any) -> None:
+    assert LLM("tiny", device="cpu", speculative_config={"method": "ngram"}).engine.proposer.num_speculative_tokens == 5
+    assert LLM("tiny", device="cpu", speculative_config={"model": "tiny"}).engine.proposer.num_speculative_tokens == 3
+    one_line(lambda: LLM("/nowhere", speculative_config={"method": "eagle3"}), "'eagle3' needs model")
