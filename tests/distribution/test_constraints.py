@@ -137,7 +137,9 @@ def test_rows_that_do_not_ask_pay_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 @cache
 def reference() -> Any:
-    return AutoModelForCausalLM.from_pretrained(hub.resolve("tiny"), dtype=torch.float32, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(
+        hub.resolve("tiny"), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
 
 
 @torch.no_grad()
