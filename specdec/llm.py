@@ -38,6 +38,7 @@ from specdec.prompts import (
 )
 from specdec.speculative_config import SpeculativeConfig
 
+DEFAULT_BATCH_SIZE = 8
 MAX_THREADS = 1024  # beyond, a typo: torch would start so many at once
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -115,7 +116,6 @@ class EngineArgs(Checked):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     what = "LLM argument"
-    aliases = ("max_num_seqs", "enforce_eager")
     not_built = frozenset((
         "allowed_local_media_path", "allowed_media_domains", "async_scheduling", "attention_backend", "attention_config",
         "block_size", "chat_template", "code_revision", "compilation_config", "config_format", "convert", "cpu_offload_gb",
@@ -138,7 +138,8 @@ class EngineArgs(Checked):
     dtype: str | torch.dtype | None = None
     device: str | torch.device | None = None
     revision: str | None = None
-    max_batch_size: int = Field(8, ge=1)
+    max_batch_size: int | None = Field(None, ge=1)
+    max_num_seqs: int | None = Field(None, ge=1)
     max_model_len: int | None = Field(None, ge=2)
     prefill_chunk_size: int = Field(512, ge=1)
     speculative_config: dict[str, Any] | str | None = None
@@ -146,18 +147,22 @@ class EngineArgs(Checked):
     num_threads: int | None = Field(None, ge=1, le=MAX_THREADS)
     tensor_parallel_size: int = 1
 
-    @model_validator(mode="before")
-    @classmethod
-    def _aliases(cls, values: Any) -> Any:
-        values = {key: value for key, value in values.items() if key != "max_batch_size" or value is not None}
-        max_num_seqs = values.pop("max_num_seqs", None)
-        if max_num_seqs is not None and values.setdefault("max_batch_size", max_num_seqs) != max_num_seqs:
+    enforce_eager: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineArgs:
+        if None not in (self.max_batch_size, self.max_num_seqs) and self.max_batch_size != self.max_num_seqs:
             raise ValueError(
-                f"max_batch_size={values['max_batch_size']} and max_num_seqs={max_num_seqs} differ; give one of them"
+                f"max_batch_size={self.max_batch_size} and max_num_seqs={self.max_num_seqs} differ; give one of them"
             )
-        if values.pop("enforce_eager", None) not in (None, True):
+        if self.enforce_eager is False:
             raise ValueError("LLM argument enforce_eager=False: CUDA graphs are not built here; leave it out")
-        return values
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that are decoded together."""
+        return self.max_batch_size or self.max_num_seqs or DEFAULT_BATCH_SIZE
 
     @field_validator("dtype")
     @classmethod
@@ -206,13 +211,12 @@ class LLM:
         enforce_eager: bool | None = None,
         **arguments: Any,
     ):
-        values: dict[str, Any] = {
-            "model": model, "dtype": dtype, "device": device, "revision": revision, "max_batch_size": max_batch_size,
-            "max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "prefill_chunk_size": prefill_chunk_size,
-            "speculative_config": speculative_config, "seed": seed, "num_threads": num_threads,
-            "tensor_parallel_size": tensor_parallel_size, "enforce_eager": enforce_eager,
-        }  # fmt: skip
-        args = EngineArgs(**values, **arguments)
+        args = EngineArgs(
+            model=model, dtype=dtype, device=device, revision=revision, max_batch_size=max_batch_size,
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, prefill_chunk_size=prefill_chunk_size,
+            speculative_config=speculative_config, seed=seed, num_threads=num_threads,
+            tensor_parallel_size=tensor_parallel_size, enforce_eager=enforce_eager, **arguments,
+        )  # fmt: skip
         if args.num_threads is not None:
             torch.set_num_threads(args.num_threads)
         # a mistake is found before the target is loaded
@@ -228,10 +232,10 @@ class LLM:
             self.target,
             proposer,
             verifier,
-            args.max_batch_size,
+            args.num_rows,
             args.max_model_len,
             args.prefill_chunk_size,
-            policy=plan.policy.build(self.target, proposer, args.max_batch_size),
+            policy=plan.policy.build(self.target, proposer, args.num_rows),
         )
         self.seed = args.seed
         self._counter = itertools.count()

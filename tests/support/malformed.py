@@ -208,7 +208,7 @@ def llm_cases() -> Iterator[Case]:
     build = lambda **settings: LLM(**({"model": "tiny", "device": "cpu"} | settings))
     limits = {
         "model": ("empty", "word"), "dtype": ("word", "digits"), "device": ("word", "digits"), "max_batch_size": ("zero",
-        "minus", "huge"),
+        "minus", "huge"), "max_num_seqs": ("zero", "minus", "huge"),
         "max_model_len": ("zero", "minus", "huge"), "prefill_chunk_size": ("zero", "minus"), "seed": ("huge",),
         "num_threads": ("zero", "minus", "huge"), "tensor_parallel_size": ("zero", "minus", "number", "huge"),
         "speculative_config": ("word", "digits", "empty", "mapping"),
@@ -233,14 +233,14 @@ def llm_cases() -> Iterator[Case]:
         yield Case("llm", f"model {name[:12]!r}", lambda _, name=name: build(model=name))
     for dtype in (torch.int64, torch.bool, torch.float64, torch.complex64):
         yield Case("llm", f"dtype {dtype}", lambda _, dtype=dtype: build(dtype=dtype), ("dtype",))
-    for text in ("{", "[]", '"x"', DEEP, '{"method": 5}', '{"method": "ngram"}', '{"a": 1}', "null,", f'{{"model": "{HALF}"}}'):
+    for text in ("{", "[]", '"x"', DEEP, '{"method": 5}', '{"method": "eagle"}', '{"a": 1}', "null,", f'{{"model": "{HALF}"}}'):
         yield Case("llm", f"speculative_config {text[:20]}", lambda _, text=text: build(speculative_config=text))
     yield Case("llm", "max_batch_size=10**12", lambda _: build(max_batch_size=10**12), ("max_batch_size", "GiB"))
 
 
 def generate_cases() -> Iterator[Case]:
     prompts: dict[str, Any] = {
-        "number": 123, "none": None, "true": True, "float": 1.5, "object": object(), "bytes": b"abc", "list of numbers": [1, 2],
+        "number": 123, "none": None, "true": True, "float": 1.5, "object": object(), "bytes": b"abc", "mixed list": [1, "a"],
         "list of none": [None], "list of lists": [["a"]], "nothing in it": {}, "text is a number": {"prompt": 5},
         "text is null": {"prompt": None}, "text is a list": {"prompt": ["a"]}, "another key": {"promt": "a"},
         "key is a number": {5: "a"}, "empty text": "", "empty ids": {"prompt_token_ids": []}, "half a pair": HALF,
@@ -313,9 +313,10 @@ def sampling_cases() -> Iterator[Case]:
         "float"),
         "repetition_penalty": ("zero", "minus", "nan", "inf"), "presence_penalty": ("number", "inf"),
         "frequency_penalty": ("number", "nan"), "seed": ("huge",), "max_tokens": ("zero", "minus"), "min_tokens": ("minus",),
+        "n": ("zero", "minus"),  # logprobs=-1 is all of them
         "stop": (), "stop_token_ids": (), "speculative_config": ("mapping",),
     }  # fmt: skip
-    allowed = {("stop", "none"), ("stop", "word"), ("stop", "digits"), ("stop_token_ids", "none")}
+    allowed = {("stop", "none"), ("stop", "word"), ("stop", "digits"), ("stop_token_ids", "none"), ("bad_words", "none")}
     for case in of_record("sampling", SamplingParams, SamplingParams, limits):
         key, _, name = case.name.partition("=")
         if (key, name) not in allowed:

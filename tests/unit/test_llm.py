@@ -874,7 +874,7 @@ def test_an_int_is_a_float_and_numpys_numbers_are_numbers() -> None:
     [
         ({"prefill_chunk_size": 1.5}, "prefill_chunk_size=1.5"),
         ({"max_batch_size": "8"}, "max_batch_size='8': input should be a valid integer"),
-        ({"max_num_seqs": "8"}, "max_batch_size='8': input should be a valid integer"),
+        ({"max_num_seqs": "8"}, "max_num_seqs='8': input should be a valid integer"),
         ({"max_batch_size": True}, "max_batch_size=True"),
         ({"num_threads": 0}, "num_threads=0: input should be greater than or equal to 1"),
         ({"seed": 2**70}, "seed=1180591620717411303424"),
