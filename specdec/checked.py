@@ -12,10 +12,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 
-def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None) -> str:
-    """The end of an error line about an unknown key: the valid key that looks most like it, or all (of `listed`)."""
+def nearest(key: str, valid: Iterable[str], listed: Iterable[str] | None = None, cutoff: float = 0.5) -> str:
+    """The end of an error line about an unknown key: the valid key that looks most like it, or all (of `listed`). cutoff: how
+    alike they must be, up to 1."""
     options = sorted(set(valid))
-    close = difflib.get_close_matches(key, options, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(key, options, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(options if listed is None else listed)}"
 
 
@@ -75,7 +76,10 @@ class Checked(BaseModel):
         known = {*type(self).model_fields, *self.aliases}
         for key in values:
             if key not in known:
-                raise ValueError(f"unknown {self.what} {key!r}; {nearest(key, known, type(self).model_fields)}")
+                # where a key may be one of vLLM's, only what looks like a typo is taken for one
+                hint = nearest(key, known, type(self).model_fields, cutoff=0.8 if self.not_built else 0.5)
+                not_built = ", or not built here" if self.not_built and hint.startswith("valid") else ""
+                raise ValueError(f"unknown {self.what} {key!r}{not_built}; {hint}")
         for key, value in values.items():
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str):

@@ -131,7 +131,8 @@ class EngineArgs(Checked):
         "pipeline_parallel_size", "pooler_config", "profiler_config", "quantization", "quantization_config",
         "reasoning_parser", "return_sampling_mask", "runner", "scheduling_policy", "served_model_name", "skip_tokenizer_init",
         "spec_method", "spec_model", "spec_tokens", "stream_interval", "structured_outputs_config", "swap_space", "task",
-        "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "worker_cls", "worker_extension_cls",
+        "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code", "ubatch_size", "worker_cls",
+        "worker_extension_cls",
     ))  # fmt: skip
 
     model: str | Path

@@ -40,8 +40,6 @@ class SamplingParams(Checked):
         "use_beam_search", "watermarking",
     ))  # fmt: skip
 
-    n: int = Field(1, ge=1)
-
     temperature: float = Field(1.0, ge=0)  # below GREEDY_BELOW means 0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # 0 and -1 both mean: all tokens
@@ -62,6 +60,7 @@ class SamplingParams(Checked):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    n: int = Field(1, ge=1)
     logprobs: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=-1)
 

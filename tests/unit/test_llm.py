@@ -1198,7 +1198,8 @@ def test_max_num_seqs_is_max_batch_size(one_line: Any) -> None:
         ({"quantization": "fp8"}, ["'quantization' is not built here"]),
         ({"enable_lora": True}, ["'enable_lora' is not built here"]),
         ({"max_num_seq": 3}, ["unknown LLM argument 'max_num_seq'; did you mean 'max_num_seqs'"]),
-        ({"rope_theta": 3}, ["unknown LLM argument 'rope_theta'; valid: "]),
+        ({"rope_theta": 3}, ["unknown LLM argument 'rope_theta', or not built here; valid: "]),
+        ({"mamba_block_size": 3}, ["unknown LLM argument 'mamba_block_size', or not built here; valid: "]),
     ],
 )
 def test_arguments_that_are_not_built(arguments: dict[str, Any], words: list[str], one_line: Any) -> None:
