@@ -15,6 +15,7 @@ with script.one_line():
     from pathlib import Path
     from typing import Any
 
+    from specdec import run_dir
     from specdec.files import writing
     from specdec.measure import records
     from specdec.measure.report import compare as compare_report
@@ -31,12 +32,10 @@ SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 def main() -> None:
     parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
-    parser.add_argument(
-        "--out", type=Path, default=Path("outputs"), help="where compare.png and report.html go (default: outputs)"
-    )
+    parser.add_argument("--out", type=Path, help="where compare.png and report.html go (default: outputs/compare/START)")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")
     arguments = parser.parse_args()
-    compare(arguments.directory, arguments.out, arguments.anyway)
+    compare(arguments.directory, arguments.out or Path(run_dir.default("compare")), arguments.anyway)
 
 
 def compare(directories: list[Path], out: Path, anyway: bool) -> None:

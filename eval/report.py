@@ -16,7 +16,7 @@ with script.one_line():
     import argparse
     from pathlib import Path
 
-    from specdec import config, hub
+    from specdec import config, hub, run_dir
     from specdec.config import pages
     from specdec.measure import tasks
     from specdec.measure.report import compare as compare_report
@@ -26,7 +26,7 @@ with script.one_line():
 def main() -> None:
     parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run of eval/run.py, or of train/*.py")
-    parser.add_argument("--out", type=Path, help="where the page of several runs goes (default: outputs)")
+    parser.add_argument("--out", type=Path, help="where the page of several runs goes (default: outputs/report/START)")
     arguments = parser.parse_args()
     report(list(dict.fromkeys(arguments.directory)), arguments.out)
 
@@ -46,7 +46,7 @@ def report(directories: list[Path], out: Path | None) -> None:
     else:
         if any(is_training):
             raise ValueError(f"{directories[is_training.index(True)]}: a training run has a page of its own; give it alone")
-        out = Path("outputs") if out is None else out
+        out = Path(run_dir.default("report")) if out is None else out
         out.mkdir(parents=True, exist_ok=True)
         short = compare_report.short_names(map(str, directories))
         runs = {short[str(directory)]: page.read_run(directory) for directory in directories}

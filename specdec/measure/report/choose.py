@@ -189,7 +189,7 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
             _plot_against_rate(axis, summary, colours, key, scale)
             axis.set(xlabel="request rate", ylabel=unit, title=panel)
         _plot_gains(axes[2], {name: runs[name] for name in speculating}, colours)
-        axes[2].set_title(f"Gain over {plain}")
+        axes[2].set(ylabel="times as fast", title=f"Gain over {plain}")
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=min(len(runs), 8), fontsize=9)
     return path

@@ -96,9 +96,9 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
     width = 0.8 / len(runs)
     colors = run_colors({label: summary["method"] for label, summary in runs.items()})
     with saved_figure(path, None, 2, 1, (max(9, 1.4 * len(names)), 8)) as (_, figure, axes):
-        for axis, key, title in (
-            (axes[0], "tokens_per_step", "Tokens per step (pooled)"),
-            (axes[1], "speedup", "Speedup over decoding without speculation, same run"),
+        for axis, key, unit, title in (
+            (axes[0], "tokens_per_step", "tokens", "Tokens per step (pooled)"),
+            (axes[1], "speedup", "times as fast", "Speedup over decoding without speculation, same run"),
         ):
             for k, (label, summary) in enumerate(runs.items()):
                 numbers = {**summary["categories"], "all": summary["overall"]}
@@ -106,7 +106,7 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
                 axis.bar(place + (k - (len(runs) - 1) / 2) * width, heights, width, label=label, color=colors[label])
             axis.axhline(1, color="black", linewidth=0.8)
             axis.set_xticks(place, names, rotation=20, ha="right")
-            axis.set_title(title)
+            axis.set(ylabel=unit, title=title)
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=min(len(runs), 5), fontsize=9)
     return path

@@ -94,9 +94,15 @@ def training_progress(
         latest: dict[str, str] = {}
 
         def show_row(row: dict[str, Any]) -> None:
-            for key, label in (("loss", "loss"), ("val_loss", "val"), ("mean_acceptance_length", "acceptance length")):
-                if row.get(key) is not None:
-                    latest[label] = f"{label} {row[key]:.3f}"
+            numbers = {
+                # of the first unrolled step: the sum, which is what is minimised, grows with every step more
+                "loss": next(iter(row.get("step_loss") or []), None),
+                "held out": next(iter(row.get("val_step_loss") or []), None),
+                "acceptance length": row.get("mean_acceptance_length"),
+            }
+            for label, value in numbers.items():
+                if value is not None:
+                    latest[label] = f"{label} {value:.3f}"
             bars.update(task, note="  ".join(latest.values()))
 
         yield lambda count: bars.advance(task, count), show_row

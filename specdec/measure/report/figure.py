@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,12 @@ def run_colors(method_of: Mapping[str, str]) -> dict[str, str]:
         channels = (int(method_color(name)[i : i + 2], 16) for i in (1, 3, 5))
         colors[run] = "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in channels)
     return colors
+
+
+def say_if_empty(axis: Any, values: Sequence[Any], text: str) -> None:
+    """Say why there is nothing to see, if none of the values is a number."""
+    if not any(not isinstance(value, float) or value == value for value in values):
+        axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center")
 
 
 def log_scale(axis: Any, which: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from specdec.measure import stats
-from specdec.measure.report.figure import integer_ticks, method_color, saved_figure
+from specdec.measure.report.figure import integer_ticks, method_color, saved_figure, say_if_empty
 from specdec.measure.report.table import new_table, number, percent
 from specdec.measure.stats import RequestStats
 from specdec.params import PLAIN
@@ -235,7 +235,8 @@ def _plot_tokens_per_step(axis: Any, numbers: dict[str, dict[str, Any]], color: 
     axis.set_xticks(np.arange(len(numbers)), numbers, rotation=30, ha="right")
     axis.set_ylim(top=1.25 * axis.get_ylim()[1])
     axis.legend(fontsize=8, loc="upper left")
-    axis.set_title("Tokens per step")
+    axis.set(ylabel="tokens", title="Tokens per step")
+    say_if_empty(axis, heights, "no step was needed")
 
 
 def _plot_acceptance(axis: Any, numbers: dict[str, dict[str, Any]]) -> None:
@@ -245,12 +246,11 @@ def _plot_acceptance(axis: Any, numbers: dict[str, dict[str, Any]]) -> None:
             axis.plot(np.arange(1, len(rates) + 1), rates, marker="o", markersize=3, label=name, **style)
     axis.set_ylim(0, 1.02)
     integer_ticks(axis)
-    axis.set_xlabel("draft position")
+    axis.set(xlabel="draft position", ylabel="share of drafts")
     axis.set_title("Share of all drafts (shorter ones too) accepted up to each position")
+    say_if_empty(axis, axis.lines, "no drafts")
     if axis.lines:
         axis.legend(fontsize=8)
-    else:
-        axis.text(0.5, 0.5, "no drafts", transform=axis.transAxes, ha="center")
 
 
 def _plot_accepted(axis: Any, histogram: np.ndarray, color: str) -> None:
@@ -260,8 +260,8 @@ def _plot_accepted(axis: Any, histogram: np.ndarray, color: str) -> None:
     axis.bar(["no draft", *map(str, range(len(accepted)))], np.array([no_draft, *accepted]) / total, color=color)
     if len(accepted) > 12:
         axis.tick_params(axis="x", labelsize=7)
-    axis.set_xlabel("draft tokens accepted")
-    axis.set_title("Share of steps, all categories")
+    axis.set(xlabel="draft tokens accepted", ylabel="share of steps", title="Share of steps, all categories")
+    say_if_empty(axis, [] if not histogram.sum() else [1.0], "no step was needed")
 
 
 def _plot_speedup(axis: Any, numbers: dict[str, dict[str, Any]], color: str) -> None:
@@ -281,7 +281,8 @@ def _plot_speedup(axis: Any, numbers: dict[str, dict[str, Any]], color: str) -> 
             axis.errorbar([x - 0.27], [n["speedup"]], yerr=bounds, color="black", capsize=3, label=shown)
     axis.axhline(1, color="black", linewidth=0.8)
     axis.set_xticks(place, numbers, rotation=30, ha="right")
-    axis.set_title("Speedup over decoding without speculation")
+    axis.set(ylabel="times as fast", title="Speedup over decoding without speculation")
+    say_if_empty(axis, [_or_nan(n["speedup"]) for n in numbers.values()], "not measured")
     axis.set_ylim(top=1.2 * axis.get_ylim()[1])
     axis.legend(fontsize=8, loc="upper left", ncols=2)
 

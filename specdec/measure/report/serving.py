@@ -96,7 +96,7 @@ def _plot_occupancy(axis: Any, steps: list[dict[str, Any]]) -> None:
             axis.step(at_s, [0, *(step[key] for step in steps)], where="post", color=colour, label=key, linewidth=1)
         axis.legend(fontsize=8)
     axis.set_ylim(bottom=0)
-    axis.set(xlabel="seconds", title="Requests in the engine")
+    axis.set(xlabel="seconds", ylabel="requests", title="Requests in the engine")
 
 
 def _plot_token_gaps(axis: Any, timings: list[RequestTiming]) -> None:
@@ -119,4 +119,4 @@ def _plot_batch_sizes(axis: Any, timings: list[RequestTiming]) -> None:
     share = stats.batch_size_share([timing.stats for timing in timings])
     axis.bar(list(share), list(share.values()), color="C2")
     integer_ticks(axis)
-    axis.set(xlabel="rows decoded together", title="Share of steps by batch size")
+    axis.set(xlabel="rows decoded together", ylabel="share of steps", title="Share of steps by batch size")
