@@ -27,7 +27,7 @@ demo: $(VENV)/.done
 	$(RUN) eval/run.py -m method=ngram,suffix $(FIRST) out_dir=$(OUT)/first
 	$(RUN) eval/compare.py $(OUT)/first/[0-9]*/ --out $(OUT)/first
 	@echo "2 of 3: train an EAGLE-3 drafter (minutes)"
-	$(RUN) train/eagle.py model=llama train.max_steps=300 data.limit=420 out_dir=$(OUT)/drafter
+	$(RUN) train/eagle.py model=llama train.max_steps=200 data.limit=232 num_threads=2 out_dir=$(OUT)/drafter
 	@echo "3 of 3: decode with it, and compare, $(SECOND)"
 	$(RUN) eval/run.py -m method=ngram,suffix $(SECOND) out_dir=$(OUT)/second
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter $(SECOND) out_dir=$(OUT)/second/2-eagle3
@@ -35,7 +35,7 @@ demo: $(VENV)/.done
 	@echo "next: a longer training, make drafter; what each run wrote is in $(OUT)"
 
 FIRST := limit=4 sampling.max_tokens=48
-SECOND := limit=9 sampling.max_tokens=64
+SECOND := limit=6 sampling.max_tokens=64
 
 ## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo recipe, and its acceptance on the demo prompts
 drafter: $(VENV)/.done

@@ -135,8 +135,10 @@ def _record(page: str, composed: DictConfig) -> Any:
 def _check_paths(page: str, composed: DictConfig) -> None:
     """Raise ValueError for a directory that is taken, or a model that is not there, before anything large is imported."""
     directory = composed.get("out_dir")
-    if "resume" in composed and isinstance(directory, str) and directory.strip() and not _is_sweep():
-        run_dir.check(Path(directory), composed.resume is True, page not in NOT_RESUMED)
+    resume = composed.get("resume")  # of pages that make a run; where it is refused, the record says why
+    is_run = isinstance(resume, bool) and not (resume and page in NOT_RESUMED)
+    if is_run and isinstance(directory, str) and directory.strip() and not _is_sweep():
+        run_dir.check(Path(directory), bool(resume), page not in NOT_RESUMED)
     for key in ("checkpoint", "model.path"):
         value = OmegaConf.select(composed, key)
         if isinstance(value, str) and value.strip():

@@ -20,6 +20,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from specdec import run_dir
 from specdec.checked import nearest
+from specdec.config import help
 from specdec.files import parse_json
 
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -141,7 +142,11 @@ def _parse(settings: list[str], multirun: bool) -> list[Override]:
 def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
     """Raise ValueError for a choice or a key that there is not; returns the config of the first job, without its settings."""
     groups = [o for o in overrides if (conf / o.key_or_group).is_dir() and not isinstance(o.value(), dict)]
+    page_groups = help.groups_of_page(conf, page, {})
     for override in groups:
+        if override.key_or_group not in page_groups:
+            has = f"its groups: {', '.join(page_groups)}" if page_groups else "it has no groups"
+            raise ValueError(f"{override.key_or_group}= is no group of this script; {has} (--help has all keys)")
         choices = [path.stem for path in (conf / override.key_or_group).glob("*.yaml")]
         for choice in _values(override):
             if choice not in (*choices, "null"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 
 def of_page(conf: Path, page: str, docstring: str, words: list[str]) -> str:
@@ -17,7 +18,7 @@ def of_page(conf: Path, page: str, docstring: str, words: list[str]) -> str:
     """
     chosen = dict(word.partition("=")[::2] for word in words if "=" in word)
     text = (conf / f"{page}.yaml").read_text().split("\nhydra:")[0]
-    groups = _groups(conf, page, chosen)
+    groups = groups_of_page(conf, page, chosen)
     parts = [docstring.strip(), "Choices (key=value; the one in use is marked):"]
     for group, choice in groups.items():
         names = sorted(path.stem for path in (conf / group).glob("*.yaml"))
@@ -31,11 +32,12 @@ def of_page(conf: Path, page: str, docstring: str, words: list[str]) -> str:
     return "\n\n".join(parts)
 
 
-def _groups(conf: Path, page: str, chosen: dict[str, str]) -> dict[str, str]:
+def groups_of_page(conf: Path, page: str, chosen: dict[str, str]) -> dict[str, str]:
     """The page's own groups, with the choice of each. A default may name an earlier group's choice: `${method}_demo`."""
     choices: dict[str, str] = {}
-    for entry in OmegaConf.load(conf / f"{page}.yaml").defaults:
-        for group, default in entry.items() if isinstance(entry, DictConfig) else []:
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(conf / f"{page}.yaml").defaults, resolve=False)
+    for entry in defaults:
+        for group, default in entry.items() if isinstance(entry, dict) else []:
             if str(group).startswith("override "):
                 continue
             choice = str(default)

@@ -47,7 +47,7 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
     "train/draft_model": (["model=tiny"], "out_dir"),
     "train/extract": (["model=tiny"], "out_dir"),
     "train/prepare": (["model=tiny"], "out"),
-    "train/share": (["checkpoint=/nowhere"], "out_dir"),
+    "train/share": (["checkpoint=no/where"], "out_dir"),
     "eval/run": (["model=tiny"], "out_dir"),
     "eval/load": (["model=tiny"], "out_dir"),
     "eval/choose": (["model=tiny"], "out_dir"),
@@ -70,6 +70,20 @@ def test_every_script_is_here() -> None:
     assert scripts == {*HYDRA, *SINGLE}
     for name in scripts:
         assert "with script.one_line():" in (ROOT / f"{name}.py").read_text(), name
+
+
+@EVERY
+def test_every_script_has_help(name: str, tmp_path: Path) -> None:
+    done = run(name, "--help", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert all(f"{group}: " in done.out for group in ("model", "logger") if f"- {group}:" in page_of(name))
+    assert "Keys:" in done.out
+
+
+def page_of(name: str) -> str:
+    stem = Path(name).name
+    page = CONF / f"{'eval' if stem == 'run' else stem}.yaml"
+    return (page if page.exists() else CONF / "train.yaml").read_text()
 
 
 # ----------------------------------------------------------------------------------------- one process per directory
@@ -254,7 +268,7 @@ def test_a_checkpoint_brings_its_target(tmp_path: Path) -> None:
     qwen3 = CausalLM("tiny-qwen3", "float32", "cpu")
     native.save(directory, method.find("eagle3").init_checkpoint(qwen3, {}, Init()), {}, "")
     shared = tmp_path / "shared"
-    done = run("train/share", f"checkpoint={directory}", "format=speculators", f"out={shared}", cwd=tmp_path)
+    done = run("train/share", f"checkpoint={directory}", "format=speculators", f"out_dir={shared}", cwd=tmp_path)
     assert done.code == 0, done.err
     for number, path in enumerate((directory, shared)):
         out_dir = tmp_path / str(number)
@@ -589,7 +603,9 @@ def test_what_is_read_last_is_looked_at_first(tmp_path: Path, monkeypatch: pytes
         ("train/prepare", ("-m", "seed=1,2", f"out={tmp_path / 'out'}"), "call it once for every value"),
         ("train/share", ("-m", "format=vllm,native", f"out_dir={tmp_path / 'out'}"), "call it once for every value"),
     ):
-        assert words in run(name, "model=tiny", *arguments, cwd=tmp_path).error
+        model = () if name == "train/share" else ("model=tiny",)
+        assert words in run(name, *model, *arguments, cwd=tmp_path).error
+    assert "model= is no group of this script; it has no groups" in run("train/share", "model=tiny", cwd=tmp_path).error
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1680,7 +1680,7 @@ def test_json_that_no_parser_reads(text: str, tmp_path: Path, one_line: Any) -> 
     ],
 )
 def test_share_checks_the_types_of_its_keys(argument: str, words: str, share: Cli) -> None:
-    assert words in share("checkpoint=x", *([] if argument.startswith("out_dir=") else ["out_dir=y"]), argument).error
+    assert words in share("checkpoint=org/x", *([] if argument.startswith("out_dir=") else ["out_dir=y"]), argument).error
 
 
 def native_eagle3(directory: Path) -> Path:

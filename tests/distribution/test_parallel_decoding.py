@@ -91,6 +91,7 @@ def answers(target: CausalLM, settings: dict[str, Any], temperature: float, rows
     llm.target = target
     llm.seed = 0
     llm._counter = iter(range(99))
+    llm._num_calls = 0
     built = SpeculativeConfig(**settings).resolve().build(target)
     llm.engine = Engine(target, *built, max_batch_size=rows, prefill_chunk_size=64, policy=policy)
     llm._totals = Totals(target.name, built[0].num_speculative_tokens)
