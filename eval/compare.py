@@ -74,6 +74,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
             console.show(f"note: {label} has no {page.ROWS}, so its answers are not in the report")
     texts = [page.saved_texts(run.directory / page.FILE) or page.Texts() for run in with_rows.values()]
     console.show(f"report: {page.write_runs(with_rows, texts, out, plot)}")
+    run_dir.link_latest(out)
 
 
 def difference(key: str, value: Any, other_value: Any, name: str, other: str) -> str:

@@ -51,6 +51,7 @@ def report(directories: list[Path], out: Path | None) -> None:
         short = compare_report.short_names(map(str, directories))
         runs = {short[str(directory)]: page.read_run(directory) for directory in directories}
         path = page.write_runs(runs, [texts_of(run) for run in runs.values()], out)
+        run_dir.link_latest(out)
     console.show(f"written to {path}")
 
 

@@ -68,7 +68,7 @@ def run(cfg: Eval) -> dict[str, Any]:
     on_request = wandb_run.log_request if wandb_run else lambda row: None
     files = evaluate.decode(passes, chosen, cfg.sampling, cfg.seed, on_request)
     verify_s = evaluate.verify_seconds(engine, files, min(cfg.max_batch_size, len(chosen)))
-    if wandb_run is None:
+    if not processes.is_main or wandb_run is None:
         return {}
     summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
     write_json(out_dir / "summary.json", summary)

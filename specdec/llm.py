@@ -348,7 +348,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[_Prompt]:
         """Every prompt with a request for each of its answers."""
-        if not isinstance(prompts, str | dict | Iterable):
+        if not isinstance(prompts, str | dict | Iterable) or getattr(prompts, "ndim", 1) == 0:
             raise ValueError(f"prompts={short_repr(prompts)}: give {PROMPT_FORMS}, or a list of these")
         one = isinstance(prompts, str | dict) or _is_token_ids(prompts)
         prompt_list: list[Any] = [prompts] if one else list(prompts)
@@ -403,17 +403,24 @@ class LLM:
             for prompt in prompts
             for index, request in enumerate(prompt.requests)
         }
-        while answers:
+
+        def check_call() -> None:
             if self._num_calls != call:
                 raise ValueError("another call on this LLM has dropped the stream's requests; read a stream to its end first")
+
+        while answers:
+            check_call()
             finished = self.engine.step()
-            for request, output_n in list(self.engine.running()):
+            # copies: what comes between two pieces may be another call
+            for request, output_token_ids in [(request, output_n.tolist()) for request, output_n in self.engine.running()]:
+                check_call()
                 answer = answers[request.id]
-                text = settled_text(output_n.tolist(), request.params, self.target.tokenizer)
-                size = len(text) if request.params.detokenize else len(output_n)
+                text = settled_text(output_token_ids, request.params, self.target.tokenizer)
+                size = len(text) if request.params.detokenize else len(output_token_ids)
                 if size > (len(answer.text) if request.params.detokenize else answer.num_tokens):
-                    yield self._piece(answer, output_n.tolist(), text, False)
+                    yield self._piece(answer, output_token_ids, text, False)
             for request in finished:
+                check_call()
                 self._totals.add(request)
                 answer = answers.pop(request.id)
                 is_last = not any(each.prompt is answer.prompt for each in answers.values())

@@ -194,7 +194,8 @@ def _files_of(path: Path, key: str, split: str | None, config: str | None) -> li
     if split is None:
         return files
     splits = {file: set(SPLITS.findall(str(file.relative_to(path)).lower())) for file in files}
-    named = [file for file in files if split.lower() in splits[file] or split.lower() in file.name.lower()]
+    as_word = re.compile(rf"(?<![a-z0-9]){re.escape(split.lower())}(?![a-z0-9])")
+    named = [file for file in files if split.lower() in splits[file] or as_word.search(file.name.lower())]
     if not named and any(splits.values()):
         others = ", ".join(sorted(set().union(*splits.values())))
         raise ValueError(f"{key}={path}: its files are of {others}, none of split {split}; give a file, or another split")

@@ -48,8 +48,8 @@ def default(name: str, resume: bool = False) -> str:
 
 
 def start() -> str:
-    """The time, and four digits that tell a run from others of the same second. All processes that torchrun has started on this
-    machine have the same: the time when it began, in place of theirs."""
+    """The time, and four hexadecimal digits that tell a run from others of the same second. All processes that torchrun has
+    started on this machine have the same: the time when it began, in place of theirs."""
     began_at = time.time()
     process = os.getpid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -95,7 +95,7 @@ def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:
 
 
 def check(out_dir: Path, resume: bool, resumes: bool = True) -> None:
-    """As `reserve`, which says it once more, without taking the directory."""
+    """Raise what `reserve` would raise, without locking or making the directory."""
     if out_dir.exists() and not out_dir.is_dir():
         raise ValueError(f"out_dir={out_dir} is a file; give a directory")
     if resume and not (out_dir / MARKER).exists():

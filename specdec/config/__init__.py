@@ -92,9 +92,9 @@ def words_of_checkpoint() -> list[str]:
                 several = ", ".join(sorted(methods))
                 fail(f"checkpoint={value}: drafters of several methods ({several}); sweep over one method's")
             chosen.append(f"method={methods.pop()}")
-        if not any(re.match(r"model[.=]|experiment=", word) for word in words):
-            targets = {checkpoint.target_of(path) for path in paths} - {hub.DEFAULT}
-            if len(targets) == 1 and (target := targets.pop()):
+        if not any(re.match(r"(model|model\.path|model\.size|experiment)=", word) for word in words):
+            targets = {checkpoint.target_of(path) for path in paths}
+            if len(targets) == 1 and (target := targets.pop()) not in (None, hub.DEFAULT):
                 chosen.append(f"model.path='{target}'")
     except ValueError as error:
         fail(error)

@@ -247,7 +247,8 @@ def _sweep_directory(first_job: DictConfig, overrides: list[Override]) -> list[s
         return [f"hydra.sweep.dir={typed}"]
     task, *model = (OmegaConf.select(first_job, key) for key in ("task.name", "model.name", "model.path"))
     name = "-".join([*([task] if task else []), target_name(*model), "sweep", *sorted(swept_keys(settings))])
-    directory = run_dir.default(directory_name(name), value_of(settings, "resume") == "true")
+    resumes = [o.value() for o in overrides if o.key_or_group == "resume" and not o.is_sweep_override()]
+    directory = run_dir.default(directory_name(name), resumes[-1:] == [True])
     return [f"out_dir={directory}", f"hydra.sweep.dir={directory}"]
 
 

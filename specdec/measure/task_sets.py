@@ -99,6 +99,8 @@ class TaskSet(Checked):
 
     @model_validator(mode="after")
     def _has_the_style(self) -> TaskSet:
+        if self.styles is None and (self.hub_id or self.files):
+            raise ValueError(f"task.styles=null: {self.name} needs a style, which says how its rows become prompts")
         if self.styles is not None and self.style not in self.styles:
             raise ValueError(f"task.style={self.style}: {self.name} has no such style; {nearest(str(self.style), self.styles)}")
         return self

@@ -147,10 +147,9 @@ def load(
 
     A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
     `instruction`, `input` and `output` (Alpaca), or `input_ids` and `loss_mask`, or plain `text`, of which every token is
-    supervised; `id` is optional. A conversation may have
-    `tools` (JSON schemas, or their JSON text) and `system`, a message in front. A row that cannot be used is skipped and
-    counted, and so is a field that nothing reads. A conversation whose template changes earlier turns, or begins a turn
-    otherwise than decoding, becomes one sample per assistant turn.
+    supervised; `id` is optional. A conversation may have `tools` (JSON schemas, or their JSON text) and `system`, a message in
+    front. A row that cannot be used is skipped and counted, and so is a field that nothing reads. A conversation whose template
+    changes earlier turns, or begins a turn otherwise than decoding, becomes one sample per assistant turn.
 
     Raises ValueError, one line, if nothing usable is left.
     """

@@ -171,10 +171,12 @@ def is_of_demo_size(source: str) -> bool:
     directory = hub.local(source, "model")
     if directory.is_dir():
         try:
-            size = read_json_object(directory / "config.json").get("hidden_size", 0)
+            values = read_json_object(directory / "config.json")
         except ValueError:  # raised again where it is loaded
             return True
-        return not isinstance(size, int) or size <= DEMO_HIDDEN_SIZE
+        text = values.get("text_config")
+        sizes = [part.get("hidden_size") for part in (values, text) if isinstance(part, dict)]
+        return any(isinstance(size, int) and size <= DEMO_HIDDEN_SIZE for size in sizes)
     return "/" not in source
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from specdec import hub, lock, method, run_dir, script
+from specdec import config, hub, lock, method, run_dir, script
 from specdec.checkpoint import native
 from specdec.config import CONF
 from specdec.drafter.base import Init
@@ -261,7 +261,7 @@ def test_every_run_has_a_directory_of_its_own(tmp_path: Path) -> None:
     assert done.err.splitlines()[-1] == "error: resume=true, but out_dir=outputs/other/latest holds no run; leave resume out"
 
 
-def test_a_checkpoint_brings_its_target(tmp_path: Path) -> None:
+def test_a_checkpoint_brings_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command line names none: the model.path, of its own formats and of others'."""
     directory = tmp_path / "drafter"
     directory.mkdir()
@@ -275,12 +275,20 @@ def test_a_checkpoint_brings_its_target(tmp_path: Path) -> None:
         done = run("eval/run", f"checkpoint={path}", "limit=1", "sampling.max_tokens=4", f"out_dir={out_dir}", cwd=tmp_path)
         assert done.code == 0, done.err
         assert json.loads((out_dir / "summary.json").read_text())["target"] == "tiny-qwen3"
+    of_another = tmp_path / "another"
+    of_another.mkdir()
+    native.save(of_another, method.find("eagle3").init_checkpoint(tiny(), {}, Init()), {}, "")
+    monkeypatch.setattr(sys, "argv", ["run.py", f"checkpoint={directory}", "model.dtype=bfloat16"])
+    assert config.words_of_checkpoint() == ["method=eagle3", "model.path='tiny-qwen3'"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "-m", f"checkpoint={directory},{of_another}"])
+    assert config.words_of_checkpoint() == ["method=eagle3"], "of two targets none is the sweep's"
     refused = run("eval/run", f"checkpoint={directory}", "model=tiny", "limit=1", cwd=tmp_path)
     assert "was trained for tiny-qwen3" in refused.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    "words", [("limt=3",), ("checkpoint=/nowhere",), ("model.path=/nowhere",), ("out_dir=taken",), ("out_dir=taken", "limit=1")]
+    "words",
+    [("limt=3",), ("checkpoint=/nowhere",), ("model.path=/nowhere",), ("out_dir=taken",), ("out_dir=new", "resume=true")],
 )
 def test_a_typo_is_found_before_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) -> None:
     """In less than the seconds that the import takes."""
@@ -330,7 +338,7 @@ def test_a_sweep_has_one_directory_of_its_own(tmp_path: Path) -> None:
     link = tmp_path / "outputs" / "demo-tiny-llama-sweep-method" / "latest"
     assert sorted(path.name for path in link.iterdir() if path.is_dir()) == ["0-none", "1-ngram"]
     (link / "1-ngram" / "summary.json").unlink()
-    done = run("eval/run", *sweep, "resume=true", cwd=tmp_path)
+    done = run("eval/run", *sweep, "resume=True", cwd=tmp_path)
     assert done.code == 0, done.err
     assert (link / "1-ngram" / "summary.json").exists()
     assert len(list(link.parent.iterdir())) == 2, "the sweep and the link"

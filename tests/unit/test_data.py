@@ -472,11 +472,11 @@ MALFORMED: dict[str, tuple[Any, str]] = {
     "null": ("null", "not a JSON object"),
     "no keys": (
         {"words": "hello"},
-        "no messages, conversations, prompt and response, instruction and output",
+        "no messages, conversations, prompt and response, instruction and output, input_ids and loss_mask, or text",
     ),
     "no response": (
         {"prompt": "hello"},
-        "no messages, conversations, prompt and response, instruction and output",
+        "no messages, conversations, prompt and response, instruction and output, input_ids and loss_mask, or text",
     ),
     "a text": ({"messages": "hello"}, "messages are not a list of objects"),
     "texts": ({"messages": ["hello"]}, "messages are not a list of objects"),

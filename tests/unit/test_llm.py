@@ -1162,6 +1162,10 @@ def test_a_stream_that_another_call_takes_over(plain: LLM, one_line: Any) -> Non
     next(stream)
     want = generate(plain, PROMPTS)
     one_line(lambda: list(stream), "another call", "read a stream to its end")
+    several = plain.stream(["x", "y"], SamplingParams(temperature=0, **spelling(plain)))
+    next(several)  # of two pieces that a step gave
+    generate(plain, PROMPTS)
+    one_line(lambda: list(several), "another call")
     left = plain.stream("x", GREEDY)
     next(left)
     assert tokens(generate(plain, PROMPTS)) == tokens(want), "what an unread stream leaves behind belongs to nobody"
@@ -1177,6 +1181,9 @@ def test_prompts_of_several_kinds_in_one_list(plain: LLM) -> None:
     mixed = ["x y", ids, tuple(ids), np.array(ids), text, TokensPrompt(prompt_token_ids=ids)]
     results = generate(plain, mixed)
     assert len({tuple(each) for each in tokens(results)}) == 1
+    for scalar in (np.array(5), torch.tensor(5)):
+        with pytest.raises(ValueError, match="prompts="):
+            plain.generate(scalar, use_tqdm=False)
     for one in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
         assert tokens(generate(plain, one)) == tokens(results[:1]), "a bare list is one prompt"
     assert len(generate(plain, [ids, ids[:2]])) == 2

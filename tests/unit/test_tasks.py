@@ -147,6 +147,9 @@ def test_a_directory_with_splits_and_configs_gives_the_right_one(tmp_path: Path)
     write(tmp_path / "other" / "train.jsonl", [{"question": "q"}])
     words = "its files are of train, none of split test"
     refused(lambda: task_of("gsm8k", path=str(tmp_path / "other")).load(), words)
+    for name in ("contest", "latest"):  # no split by the letters inside
+        write(tmp_path / "other" / f"{name}.jsonl", [{"question": "q"}])
+    refused(lambda: task_of("gsm8k", path=str(tmp_path / "other")).load(), words)
     for name in ("test.jsonl", "test2.jsonl", "other.jsonl"):
         table = [{"question_id": name, "question_content": "q", "starter_code": ""}]
         write(tmp_path / "lcb" / name, table)
@@ -154,6 +157,7 @@ def test_a_directory_with_splits_and_configs_gives_the_right_one(tmp_path: Path)
     (tmp_path / "empty").mkdir()
     refused(lambda: task_of("gsm8k", path=str(tmp_path / "empty")).load(), "no .parquet, .jsonl, .json files")
     refused(lambda: task_of("gsm8k", path=str(tmp_path / "gone")).load(), "task.path=", "no such file or directory")
+    refused(lambda: task_of("gsm8k", styles=None), "task.styles=null: gsm8k needs a style")
 
 
 def test_the_rows_of_a_style_are_deepspecs_choice(tmp_path: Path) -> None:
@@ -397,8 +401,9 @@ def test_the_demo_is_no_default_for_a_larger_target(train: Cli, tmp_path: Path) 
     assert "can't be reached" in chosen, "a choice is a choice"
     large = tmp_path / "large"
     large.mkdir()
-    (large / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
-    assert "the defaults are for a target of 135M" in train("eagle", f"model.path={large}").error
+    for sizes in ({"hidden_size": 4096}, {"text_config": {"hidden_size": 2560}}):
+        (large / "config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
+        assert "the defaults are for a target of 135M" in train("eagle", f"model.path={large}").error
 
 
 PAGES = {path.stem: "eval" for path in (CONF / "experiment").glob("*.yaml")}

@@ -156,8 +156,8 @@ def _acceptance_table(summary: dict[str, Any], title: str) -> Table:
             style="bold" if name == "all" else None,
         )
     overall = summary["overall"]
-    means = summary["mean_over_categories"]
-    if len(summary["categories"]) > 1:
+    means = summary.get("mean_over_categories")  # runs of earlier versions lack it
+    if means is not None and len(summary["categories"]) > 1:
         lengths = [number(means["mean_acceptance_length"]), number(means["tokens_per_step"])]
         table.add_row("mean of categories", "-", *lengths, "-", "-")
     by_request = [overall[f"{key}_over_requests"] for key in ("mean_acceptance_length", "tokens_per_step")]
