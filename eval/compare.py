@@ -20,13 +20,11 @@ with script.one_line():
     from specdec.measure import records
     from specdec.measure.report import compare as compare_report
     from specdec.measure.report import console, page
-    from specdec.measure.report import run as run_report
 
 NUMBERS = (
     "mean_acceptance_length", "acceptance_rate_per_position", "tokens_per_step", "decode_tokens_per_s", "draft_s_per_step",
     "verify_s_per_step", "speedup", "speedup_interval", "speedup_cpu", "speedup_model", "efficiency",
 )  # fmt: skip
-SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
 
 def main() -> None:
@@ -42,25 +40,16 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     runs = {str(path): read(path) for path in {path.resolve(): path for path in directories}.values()}
     if len(runs) < 2:
         raise ValueError(f"only {directories[0]} to compare; give two or more different directories")
-    (first, reference), *others = runs.items()
-    for name, summary in others:
-        for key in compare_report.MUST_AGREE:
-            if summary[key] != reference[key]:
-                differing = difference(key, reference[key], summary[key], first, name)
-                if not anyway:
-                    raise ValueError(f"{differing}; such runs do not compare; --anyway compares them nevertheless")
-                console.show(f"warning: {differing}")
-        for key in SPEED_DEPENDS_ON:
-            if summary[key] != reference[key]:
-                console.show(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
-        if summary["environment"] != reference["environment"]:
-            console.show(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
+    if (out / run_dir.MARKER).exists():
+        raise ValueError(f"--out={out} is the directory of a run, which has a page of its own; give another one")
+    for differing in compare_report.differences(runs):
+        if not anyway:
+            raise ValueError(f"{differing}; such runs do not compare; --anyway compares them nevertheless")
+        console.show(f"warning: {differing}")
     short = compare_report.short_names(runs)
     labelled = {short[name]: summary for name, summary in runs.items()}
     console.show(*compare_report.compare_tables(labelled), *compare_report.verdicts(labelled))
-    for name, summary in labelled.items():
-        if summary["busy"]:
-            console.show(f"{name}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
+    console.show(*compare_report.notes(labelled))
     out.mkdir(parents=True, exist_ok=True)
     with writing(out / "compare.png"):
         plot = compare_report.plot_compare(labelled, out / "compare.png")
@@ -77,16 +66,6 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     run_dir.link_latest(out)
 
 
-def difference(key: str, value: Any, other_value: Any, name: str, other: str) -> str:
-    """The values of a key in two runs; of two mappings, only the entries that differ."""
-    if key == "prompts":  # whose value is a hash
-        return f"{name} and {other} decoded different prompts (task, file or limit)"
-    if isinstance(value, dict) and isinstance(other_value, dict):
-        entries = [k for k in {**value, **other_value} if value.get(k) != other_value.get(k)]
-        value, other_value = ({k: side.get(k) for k in entries} for side in (value, other_value))
-    return f"{name} has {key}={value!r} and {other} has {other_value!r}"
-
-
 def read(directory: Path) -> dict[str, Any]:
     if not (directory / "summary.json").exists():
         raise ValueError(f"{directory}: no summary.json; give the out_dir of a finished run of eval/run.py")
@@ -94,7 +73,7 @@ def read(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{directory}: a training run; decode with it first: python eval/run.py checkpoint={directory}")
     keys = (
         *compare_report.MUST_AGREE,
-        *SPEED_DEPENDS_ON,
+        *compare_report.SPEED_DEPENDS_ON,
         "method",
         "num_speculative_tokens",
         "lossless_short",

@@ -275,7 +275,7 @@ class LLM:
         the tokens since its last piece. Text that may yet change (half a character, the beginning of a stop string) waits.
 
         The pieces' texts, token ids and logprobs joined are those of `generate`. A piece has one answer, whose `index` says
-        which; the last piece of a prompt has `finished=True`, the first one its `prompt_logprobs`.
+        which; the last piece of a prompt has `finished=True`, the first one of its first answer its `prompt_logprobs`.
 
         Raises ValueError as `generate` does, here; and amid the pieces if another call takes the engine over.
         """
@@ -367,6 +367,9 @@ class LLM:
                     answer_seed = derived_seed(seed, 0, index) if index else seed
                     requests.append(Request(f"{index}_{number}", ids, answer_params, answer_seed))
             parsed.append(_Prompt(str(number), text, requests))
+        for each in parsed:  # before requests of another call are dropped
+            for request in each.requests:
+                self.engine.check(request)
         return parsed
 
     def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:

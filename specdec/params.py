@@ -9,6 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from specdec.checked import Checked
 
 PLAIN = "none"  # the method without speculation, the baseline of every speedup
+MAX_ANSWERS = 16384  # to a prompt; each is a request
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy, as in vLLM
 # fields that records on disk leave out at their defaults, so that runs from before they existed still compare
 LATER_FIELDS = ("n", "logprobs", "prompt_logprobs", "allowed_token_ids", "bad_words", "detokenize")
@@ -60,7 +61,7 @@ class SamplingParams(Checked):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
     logprobs: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=-1)
 

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from specdec import sampling
+from specdec.chat.conversation import text_of_parts
 from specdec.checked import check_text, first_line, short_repr
 from specdec.core import Request
 from specdec.params import SamplingParams
 
 MAX_CHARACTER_TOKENS = 4  # bytes of a character in UTF-8
-_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # as tokenizers with byte fallback name them
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # as tokenizers with byte fallback name them
 
 
 class TextPrompt(TypedDict):
@@ -51,8 +52,9 @@ def token_ids(values: Any, key: str) -> list[int]:
 
 
 def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
-    """The text of a conversation by the tokenizer's chat template. options: of `apply_chat_template`, such as
-    `add_generation_prompt`. Raises ValueError, one line, for what is no conversation, and where the template fails."""
+    """The text of a conversation by the tokenizer's chat template, text parts of a message joined. options: of
+    `apply_chat_template`, such as `add_generation_prompt`. Raises ValueError, one line, for what is no conversation or holds
+    parts that are no text, and where the template fails."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f"messages={short_repr(messages)}: a conversation is a list of {{'role': ..., 'content': ...}}")
     for message in messages:
@@ -63,8 +65,9 @@ def render_chat(tokenizer: Any, messages: Any, **options: Any) -> str:
             raise ValueError(f"content={short_repr(content)} of a message must be text, or a list of parts")
         if content is None and message["role"] in ("user", "system"):
             raise ValueError(f"message {short_repr(message)} needs 'content'; give its text")
+    joined = [m | {"content": text_of_parts(m["content"])} if isinstance(m.get("content"), list) else m for m in messages]
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        text = tokenizer.apply_chat_template(joined, tokenize=False, **options)
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages ({first_line(error)}); correct one of them") from None
     return check_text(str(text), "the conversation")
@@ -90,7 +93,7 @@ def settled_text(output_token_ids: Sequence[int], params: SamplingParams, tokeni
         return ""
     count = len(output_token_ids)
     # a run of byte tokens is read as a unit: one that makes no text turns all of them into replacement characters
-    while count and _BYTE_TOKEN.fullmatch(str(tokenizer.convert_ids_to_tokens(int(output_token_ids[count - 1])))):
+    while count and BYTE_TOKEN.fullmatch(str(tokenizer.convert_ids_to_tokens(int(output_token_ids[count - 1])))):
         count -= 1
     text = str(tokenizer.decode(output_token_ids[:count], skip_special_tokens=params.skip_special_tokens)).rstrip("\ufffd")
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # removes a space once it knows what follows

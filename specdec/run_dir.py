@@ -73,8 +73,11 @@ def link(path: Path, to: Path) -> None:
     """Point a link at a directory beside it, atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(to.relative_to(path.parent))
-    temporary.replace(path)
+    try:
+        temporary.symlink_to(to.relative_to(path.parent))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def reserve(out_dir: Path, resume: bool, resumes: bool = True) -> None:

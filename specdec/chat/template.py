@@ -150,6 +150,8 @@ def unread_template_kwargs(tokenizer: Any, kwargs: dict[str, Any], key: str, tem
     templates = tokenizer.chat_template if template is None else template
     text = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
     for name in kwargs:
+        if not isinstance(name, str):
+            raise ValueError(f"{key}: {name!r} is no name of an argument; give text")
         if name in parameters:
             raise ValueError(f"{key}: {name!r} is not an argument of the chat template's own; leave it out")
     return [f"{key}.{name}" for name in kwargs if not re.search(rf"\b{re.escape(str(name))}\b", text)]

@@ -247,8 +247,12 @@ def _sweep_directory(first_job: DictConfig, overrides: list[Override]) -> list[s
         return [f"hydra.sweep.dir={typed}"]
     task, *model = (OmegaConf.select(first_job, key) for key in ("task.name", "model.name", "model.path"))
     name = "-".join([*([task] if task else []), target_name(*model), "sweep", *sorted(swept_keys(settings))])
+    typed_name = value_of(settings, "name") if "name" not in swept_keys(settings) else None
     resumes = [o.value() for o in overrides if o.key_or_group == "resume" and not o.is_sweep_override()]
-    directory = run_dir.default(directory_name(name), resumes[-1:] == [True])
+    resume = resumes[-1:] == [True]
+    directory = run_dir.default(directory_name(typed_name or name), resume)
+    if resume and not Path(directory).is_dir():
+        raise ValueError(f"resume=true, but out_dir={directory} holds no sweep; leave resume out")
     return [f"out_dir={directory}", f"hydra.sweep.dir={directory}"]
 
 

@@ -7,12 +7,11 @@ Spelling differs between tokenizers: a space is `Ä ` in a byte-level BPE and `â–
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+from specdec.prompts import BYTE_TOKEN
 
 
 def tokens_by_id(tokenizer: Any, vocab_size: int) -> dict[int, str]:
@@ -43,7 +42,7 @@ def ids_by_bytes(tokenizer: Any, vocab_size: int) -> dict[bytes | str, int]:
         token = tokens[i]
         if i in special:
             ids.setdefault(token, i)
-        elif spelling.byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+        elif spelling.byte_tokens and (byte := BYTE_TOKEN.fullmatch(token)):
             byte_tokens.append((bytes.fromhex(byte[1]), i))
         elif text := spelling.text_of(token, i in added):
             ids.setdefault(text, i)
@@ -60,7 +59,7 @@ def bytes_by_id(tokenizer: Any, ids: Iterable[int]) -> dict[int, bytes]:
     spelling = spelling_of(tokenizer)
     texts = {}
     for i in sorted(wanted & tokens.keys()):
-        byte = _BYTE_TOKEN.fullmatch(tokens[i]) if spelling.byte_tokens else None
+        byte = BYTE_TOKEN.fullmatch(tokens[i]) if spelling.byte_tokens else None
         texts[i] = bytes.fromhex(byte[1]) if byte else spelling.text_of(tokens[i], i in added)
     return texts
 

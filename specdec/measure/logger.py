@@ -59,7 +59,7 @@ class WandbRun:
     cfg: the config of the run, resolved.
     job_type: `train`, `eval`, ...; the prefix of its metrics.
 
-    Raises ValueError, one line, for what W&B refuses, before anything is run.
+    Raises ValueError, one line, for what W&B refuses.
     """
 
     def __init__(self, cfg: Mapping[str, Any], job_type: str):

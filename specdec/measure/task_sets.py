@@ -150,8 +150,8 @@ class TaskSet(Checked):
 
     def _task(self, row: dict[str, Any], style: Style, where: str, number: int) -> Task:
         id = number if self.id is None else _column(row, self.id, where)
-        category = self.name if self.category is None else _column(row, self.category, where)
-        return Task(str(id), str(category) or self.name, style.turns_of(row, where))
+        category = None if self.category is None else _column(row, self.category, where)
+        return Task(str(id), self.name if category in (None, "") else str(category), style.turns_of(row, where))
 
 
 def _column(row: dict[str, Any], name: str, where: str) -> Any:
@@ -165,4 +165,11 @@ def _filled(part: str | Conditional, row: dict[str, Any], where: str) -> str:
     if isinstance(part, Conditional):
         is_filled = bool(str(row.get(part.column) or "").strip())
         part = part.filled if is_filled else part.empty
-    return re.sub(r"\{(\w+)\}", lambda match: str(_column(row, match[1], where)), part)
+    return re.sub(r"\{(\w+)\}", lambda match: _text(row, match[1], where), part)
+
+
+def _text(row: dict[str, Any], name: str, where: str) -> str:
+    value = _column(row, name, where)
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{where}: {name}={short_repr(value)} must be text")
+    return str(value)

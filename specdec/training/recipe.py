@@ -269,10 +269,7 @@ def write_results(
     if result["interrupted"]:
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
     if result["best"]:
-        best = result["best"]
-        console.show(
-            f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
-        )
+        console.show(training_report.best_line(result["best"]))
 
 
 def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:

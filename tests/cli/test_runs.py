@@ -334,6 +334,8 @@ def test_processes_of_one_torchrun_have_one_directory(monkeypatch: pytest.Monkey
 
 def test_a_sweep_has_one_directory_of_its_own(tmp_path: Path) -> None:
     sweep = ("-m", *FEW, "method=none,ngram")
+    assert "holds no sweep; leave resume out" in run("eval/run", *sweep, "resume=true", cwd=tmp_path).error
+    assert not (tmp_path / "outputs").exists()
     assert run("eval/run", *sweep, cwd=tmp_path).code == 0
     link = tmp_path / "outputs" / "demo-tiny-llama-sweep-method" / "latest"
     assert sorted(path.name for path in link.iterdir() if path.is_dir()) == ["0-none", "1-ngram"]

@@ -1162,6 +1162,11 @@ def test_a_stream_that_another_call_takes_over(plain: LLM, one_line: Any) -> Non
     next(stream)
     want = generate(plain, PROMPTS)
     one_line(lambda: list(stream), "another call", "read a stream to its end")
+    kept = plain.stream("x", SamplingParams(temperature=0, **spelling(plain)))
+    next(kept)
+    with pytest.raises(ValueError, match="token id 999999"):
+        plain.generate([999999], use_tqdm=False)
+    assert list(kept)[-1].finished, "a call that is refused takes nothing over"
     several = plain.stream(["x", "y"], SamplingParams(temperature=0, **spelling(plain)))
     next(several)  # of two pieces that a step gave
     generate(plain, PROMPTS)
@@ -1184,6 +1189,11 @@ def test_prompts_of_several_kinds_in_one_list(plain: LLM) -> None:
     for scalar in (np.array(5), torch.tensor(5)):
         with pytest.raises(ValueError, match="prompts="):
             plain.generate(scalar, use_tqdm=False)
+    parts = [{"type": "text", "text": "x "}, {"type": "text", "text": "y"}]
+    want, same = (plain.chat([{"role": "user", "content": each}], GREEDY, use_tqdm=False) for each in ("x y", parts))
+    assert same[0].prompt == want[0].prompt, "text parts are joined"
+    with pytest.raises(ValueError, match="content part of type 'image_url'"):
+        plain.chat([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], GREEDY)
     for one in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
         assert tokens(generate(plain, one)) == tokens(results[:1]), "a bare list is one prompt"
     assert len(generate(plain, [ids, ids[:2]])) == 2

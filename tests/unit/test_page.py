@@ -147,7 +147,8 @@ def test_runs_that_do_not_compare_say_so(rows: list[dict[str, Any]], tmp_path: P
     assert "warning" not in Elements(page.write_runs(runs, [page.Texts()] * 2, tmp_path)).text
     runs["b"].summary.update(prompts="1", seed=1, busy=["it was hot"])
     text = Elements(page.write_runs(runs, [page.Texts()] * 2, tmp_path)).text
-    assert "warning: the runs differ in prompts, seed, so their numbers do not compare" in text
+    assert "warning: a and b decoded different prompts (task, file or limit); such runs do not compare" in text
+    assert "warning: a has seed=0 and b has 1; such runs do not compare" in text
     assert "b: note: the machine was busy with other work (it was hot)" in text
 
 

@@ -158,6 +158,9 @@ def test_a_directory_with_splits_and_configs_gives_the_right_one(tmp_path: Path)
     refused(lambda: task_of("gsm8k", path=str(tmp_path / "empty")).load(), "no .parquet, .jsonl, .json files")
     refused(lambda: task_of("gsm8k", path=str(tmp_path / "gone")).load(), "task.path=", "no such file or directory")
     refused(lambda: task_of("gsm8k", styles=None), "task.styles=null: gsm8k needs a style")
+    for value in (None, ["a"]):
+        path = write(tmp_path / "wrong.jsonl", [{"question": value}])
+        refused(lambda path=path: task_of("gsm8k", path=str(path)).load(), "question=", "must be text")
 
 
 def test_the_rows_of_a_style_are_deepspecs_choice(tmp_path: Path) -> None:

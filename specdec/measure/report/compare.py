@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from specdec.measure.report import run as run_report
 from specdec.measure.report.figure import run_colors, saved_figure
 from specdec.measure.report.table import interval, new_table, number
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")  # else the numbers of two runs do not compare
+SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
+
+
+def differences(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why these runs do not compare, a line for each run and key. runs: summaries by name, as in all functions here."""
+    (first, reference), *others = runs.items()
+    return [
+        _difference(key, reference[key], summary[key], first, name)
+        for name, summary in others
+        for key in MUST_AGREE
+        if summary[key] != reference[key]
+    ]
+
+
+def _difference(key: str, value: Any, other_value: Any, name: str, other: str) -> str:
+    """The values of a key in two runs; of two mappings, only the entries that differ."""
+    if key == "prompts":  # whose value is a hash
+        return f"{name} and {other} decoded different prompts (task, file or limit)"
+    if isinstance(value, dict) and isinstance(other_value, dict):
+        entries = [k for k in {**value, **other_value} if value.get(k) != other_value.get(k)]
+        value, other_value = ({k: side.get(k) for k in entries} for side in (value, other_value))
+    return f"{name} has {key}={value!r} and {other} has {other_value!r}"
+
+
+def notes(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What to know when speeds of these runs are compared, a line each."""
+    (first, reference), *others = runs.items()
+    lines = []
+    for name, summary in others:
+        for key in SPEED_DEPENDS_ON:
+            if summary[key] != reference[key]:
+                lines.append(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
+        if summary["environment"] != reference["environment"]:
+            lines.append(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
+    for name, summary in runs.items():
+        if summary["busy"]:
+            lines.append(f"{name}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
+    return lines
 
 
 def compare_tables(runs: dict[str, dict[str, Any]]) -> list[Table]:

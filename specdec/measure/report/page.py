@@ -24,6 +24,7 @@ from specdec.files import parse_json, read_json_object, write_atomically
 from specdec.measure import records, stats
 from specdec.measure.report import compare as compare_report
 from specdec.measure.report import run as run_report
+from specdec.measure.report import training as training_report
 from specdec.measure.report.figure import method_color, run_colors
 from specdec.measure.report.table import new_table, number
 from specdec.measure.tasks import Task, request_id
@@ -239,25 +240,13 @@ def write_runs(runs: Mapping[str, RunRecords], texts: Sequence[Texts], out: Path
     facts = [_run_facts(run) for run in runs.values()]
     title = f"{len(runs)} runs: " + ", ".join(runs)
     tables = [table_html(table) for table in compare_report.compare_tables(summaries)]
+    warnings = [f"warning: {each}; such runs do not compare" for each in compare_report.differences(summaries)]
     body = [
-        _header(title, compare_report.verdicts(summaries), _cautions(summaries)),
+        _header(title, compare_report.verdicts(summaries), [*warnings, *compare_report.notes(summaries)]),
         _section("What ran", _facts_table(list(runs), facts)),
         _section("Numbers", *tables, *([] if plot is None else [_plot(plot)])),
     ]
     return _write(out / FILE, title, body, token_data(runs, texts))
-
-
-def _cautions(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Why the numbers of these runs may not compare, a line each."""
-    first, *others = summaries.values()
-    differing = [key for key in compare_report.MUST_AGREE if any(other[key] != first[key] for other in others)]
-    lines = [f"warning: the runs differ in {', '.join(differing)}, so their numbers do not compare"] if differing else []
-    if any(other["environment"] != first["environment"] for other in others):
-        lines.append("note: the runs were in different environments; compare their speedups, not their tokens/s")
-    for label, summary in summaries.items():
-        if summary["busy"]:
-            lines.append(f"{label}: {run_report.busy_note(summary['busy'], summary['overall']['speedup_cpu'])}")
-    return lines
 
 
 def write_training(directory: Path) -> Path:
@@ -267,12 +256,9 @@ def write_training(directory: Path) -> Path:
     rows = list(records.rows_in(path)) if path.is_file() else []
     for row in rows:
         records.check_numbers(row, str(path))
-    best = summary.get("best")
     lines = [f"step {summary.get('step')} of {summary.get('num_steps')}"]
-    if best:
-        lines.append(
-            f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
-        )
+    if best := summary.get("best"):
+        lines.append(training_report.best_line(best))
     keys = ("method", "target", "dtype", "data", "seed", "skipped_steps", "cpu_s")
     facts = {key: str(summary[key]) for key in keys if key in summary} | _place_facts(directory, summary)
     body = [

@@ -24,6 +24,11 @@ def plot_training(rows: Rows, title: str, path: Path) -> Path:
     return path
 
 
+def best_line(best: dict[str, Any]) -> str:
+    """The best checkpoint, as a line. best: its step, and its mean acceptance length."""
+    return f"best: step {best['step']}, mean acceptance length {best['mean_acceptance_length']:.3f} on held-out prompts"
+
+
 def _line(axis: Any, rows: Rows, key: str, label: str, index: int | None = None, **style: Any) -> None:
     """A number of the rows that have it; index: its place in a list."""
     points = [
