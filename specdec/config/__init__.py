@@ -79,7 +79,7 @@ def words_of_checkpoint() -> list[str]:
     value = (command_line.value_of(words, "checkpoint") or "null").strip("'\"")
     if value in ("null", ""):
         return []
-    paths = [path.strip() for path in (value.split(",") if _is_sweep() else [value])]
+    paths = [path.strip() for path in (value.split(",") if command_line.is_sweep(words) else [value])]
     chosen: list[str] = []
     try:
         for path in paths:
@@ -137,17 +137,12 @@ def _check_paths(page: str, composed: DictConfig) -> None:
     directory = composed.get("out_dir")
     resume = composed.get("resume")  # of pages that make a run; where it is refused, the record says why
     is_run = isinstance(resume, bool) and not (resume and page in NOT_RESUMED)
-    if is_run and isinstance(directory, str) and directory.strip() and not _is_sweep():
+    if is_run and isinstance(directory, str) and directory.strip() and not command_line.is_sweep(sys.argv[1:]):
         run_dir.check(Path(directory), bool(resume), page not in NOT_RESUMED)
     for key in ("checkpoint", "model.path"):
         value = OmegaConf.select(composed, key)
         if isinstance(value, str) and value.strip():
             hub.locate(value, key.partition(".")[0])
-
-
-def _is_sweep() -> bool:
-    """Whether this is a job of a sweep, or a check of one."""
-    return bool({"-m", "--multirun"} & set(sys.argv[1:]))
 
 
 def _name_by_object(composed: DictConfig) -> None:

@@ -42,7 +42,7 @@ def check(conf: Path, page: str, words: list[str], build: Callable[[DictConfig],
     Raises ValueError, or Hydra's own errors, for what is not known.
     """
     options, settings = _options_and_settings([_quote_json(word) for word in words])
-    multirun = bool({"-m", "--multirun"} & set(options))
+    multirun = is_sweep(options)
     overrides = _parse(settings, multirun)
     with initialize_config_dir(str(conf), version_base="1.3"):
         first_job = _check_keys(conf, page, overrides)
@@ -56,6 +56,11 @@ def check(conf: Path, page: str, words: list[str], build: Callable[[DictConfig],
             except InterpolationResolutionError:
                 continue  # of what Hydra knows in the job only; the job says what else is wrong
     return options + settings + _sweep_directory(first_job, overrides)
+
+
+def is_sweep(words: Iterable[str]) -> bool:
+    """Whether a command line has several jobs."""
+    return bool({"-m", "--multirun"} & set(words))
 
 
 def value_of(words: Iterable[str], key: str) -> str | None:
