@@ -266,7 +266,14 @@ class LLM:
         hidden = not use_tqdm or not self.target.processes.is_main
         for request in tqdm(finished, total=len(requests), desc="requests", unit="request", disable=hidden):
             self._totals.add(request)
-        return [self._output(prompt, [self._completion(*each) for each in enumerate(prompt.requests)]) for prompt in parsed]
+        outputs = []
+        for prompt in parsed:
+            completions = [
+                self._completion(index, request, answer_text(request, self.target.tokenizer), request.output_token_ids)
+                for index, request in enumerate(prompt.requests)
+            ]
+            outputs.append(self._output(prompt, completions))
+        return outputs
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -437,20 +444,19 @@ class LLM:
         """
         assert text.startswith(answer.text), "text that was final has changed"
         num_before = answer.num_tokens
-        completion = self._completion(answer.index, answer.request, output_token_ids, num_before)
-        completion.text = text[len(answer.text) :]
+        completion = self._completion(answer.index, answer.request, text[len(answer.text) :], output_token_ids, num_before)
         answer.text = text
         answer.num_tokens = len(output_token_ids)
-        output = self._output(answer.prompt, [completion], finished)
-        if answer.index or num_before:
-            output.prompt_logprobs = None
-        return output
+        return self._output(answer.prompt, [completion], finished, is_first=not answer.index and not num_before)
 
-    def _output(self, prompt: _Prompt, completions: list[CompletionOutput], finished: bool = True) -> RequestOutput:
+    def _output(
+        self, prompt: _Prompt, completions: list[CompletionOutput], finished: bool = True, is_first: bool = True
+    ) -> RequestOutput:
+        """A piece of a prompt's output, or all of it. is_first: it has the prompt's own log probabilities."""
         request = prompt.requests[0]
         ids = request.prompt_token_ids
         output = RequestOutput(prompt.request_id, prompt.text, ids, completions, finished, request)
-        if request.params.prompt_logprobs is not None:
+        if is_first and request.params.prompt_logprobs is not None:
             places = enumerate(request.prompt_logprobs, start=1)
             output.prompt_logprobs = [None]
             output.prompt_logprobs += [
@@ -458,18 +464,12 @@ class LLM:
             ]
         return output
 
-    def _completion(
-        self, index: int, request: Request, output_token_ids: list[int] | None = None, first: int = 0
-    ) -> CompletionOutput:
-        """An answer. output_token_ids: of an unfinished one, so far; first: the tokens from this one on."""
-        is_finished = request.finish_reason is not None
-        ids = request.output_token_ids if output_token_ids is None else output_token_ids
-        completion = CompletionOutput(index, "", ids[first:], request.finish_reason, request.stop_reason)
-        if is_finished:
-            completion.text = answer_text(request, self.target.tokenizer)
-            if self.engine.proposer.num_speculative_tokens:
-                metrics = SpecDecodeMetrics.of(request.stats, self.engine.proposer.num_speculative_tokens)
-                completion.spec_decode_metrics = metrics
+    def _completion(self, index: int, request: Request, text: str, ids: list[int], first: int = 0) -> CompletionOutput:
+        """An answer, or a piece of one. text: of the piece; ids: of the answer so far; first: the tokens from this one on."""
+        completion = CompletionOutput(index, text, ids[first:], request.finish_reason, request.stop_reason)
+        max_draft = self.engine.proposer.num_speculative_tokens
+        if request.finish_reason is not None and max_draft:
+            completion.spec_decode_metrics = SpecDecodeMetrics.of(request.stats, max_draft)
         if request.params.logprobs is not None:
             completion.cumulative_logprob = sum(each.logprobs[0] for each in request.logprobs)
             places = enumerate(request.logprobs[first:], start=first)
