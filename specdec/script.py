@@ -29,6 +29,35 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, which ends a script as Ctrl-C does."""
 
 
+class StopSignals:
+    """Counts Ctrl-C and SIGTERM until it is closed, for a loop that ends between two steps: a library may make another error of
+    an exception in the middle of one. The second signal is such an exception all the same.
+
+    counts: how often each has been received.
+    """
+
+    def __init__(self) -> None:
+        self.counts = {signal.SIGINT: 0, signal.SIGTERM: 0}
+        self._handlers: dict[int, Any] = {}
+        with contextlib.suppress(ValueError):  # only the main thread may listen
+            for number in self.counts:
+                self._handlers[number] = signal.signal(number, self._count)
+
+    @property
+    def received(self) -> int | None:
+        """Number of the signal; None: none yet."""
+        return max((number for number, count in self.counts.items() if count), default=None)
+
+    def close(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _count(self, number: int, frame: Any) -> None:
+        if self.received is not None:
+            _stop(number, frame)
+        self.counts[signal.Signals(number)] += 1
+
+
 def has_results(directory: Path, resumes: bool) -> None:
     """From now on, the last line of a run that fails or is stopped says where its results are.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,7 +23,7 @@ from specdec.params import SamplingParams
 
 @dataclass(frozen=True)
 class Interruption:
-    """How a run was stopped. exit_code: of the process; num_not_due: requests that had not arrived yet."""
+    """How a run was stopped. exit_code: of the process, 128 plus the signal; num_not_due: requests that had not arrived yet."""
 
     exit_code: int
     num_not_due: int
@@ -48,7 +49,7 @@ def decode(
     on_request: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Interruption | None:
     """Decode the requests as they arrive, and write requests.jsonl and steps.jsonl while doing so. Ctrl-C and SIGTERM end it
-    early.
+    after the step in which they come.
 
     engine: decodes.
     chosen, arrivals, params, seed: the requests.
@@ -66,26 +67,26 @@ def decode(
             yield arrival_s, request
 
     interruption = None
-    with console.one_bar("requests", len(arrivals)) as advance:
+    with console.one_bar("requests", len(arrivals)) as advance, contextlib.closing(script.StopSignals()) as signals:
 
         def on_step(record: StepRecord, _: Step | None) -> None:
             steps.add(record.row())
             advance(0, f"{record.waiting} waiting, {record.running} running")
 
         begin = engine.clock()
-        finished = serving.run_open_loop(engine, timed(), on_step)
-        try:
+        loop = serving.run_open_loop(engine, timed(), on_step)
+        for finished in loop:
             for arrival_s, added_s, request in finished:
                 row = records.request_record(task_of.pop(request.id), 1, request, engine.target.tokenizer, common)
                 row |= {"id": request.id, "arrival_s": arrival_s, "added_s": added_s}
                 rows.add(row)
                 on_request(row)
                 advance()
-        except KeyboardInterrupt as error:
-            stopped_s = engine.clock() - begin
-            num_not_due = sum(arrival.at_s > stopped_s for arrival in arrivals)
-            interruption = Interruption(script.exit_code(error), num_not_due)
-            finished.close()
+            if signals.received is not None:
+                stopped_s = engine.clock() - begin
+                num_not_due = sum(arrival.at_s > stopped_s for arrival in arrivals)
+                interruption = Interruption(128 + signals.received, num_not_due)
+                loop.close()
     rows.close()
     steps.close()
     return interruption

@@ -112,23 +112,16 @@ def run_open_loop(
     timed: Iterable[tuple[float, Request]],
     on_step: OnStep = lambda record, step: None,
     one_at_a_time: bool = False,
-) -> Generator[tuple[float, float, Request]]:
-    """Add each request to the engine when it arrives, and yield (arrival_s, added_s, request) as each finishes, in seconds from
-    the start. Sleeps only while no request is in the engine, and holds only requests that are.
+) -> Generator[list[tuple[float, float, Request]]]:
+    """Add each request to the engine when it arrives, and yield what finished, as (arrival_s, added_s, request) in seconds from
+    the start, after every step and every half second of sleep. Sleeps only while no request is in the engine, and holds only
+    requests that are.
 
-    engine: decodes.
+    engine: decodes, and has the clock.
     timed: (arrival_s, request) in order of time.
     on_step: called after every step.
     one_at_a_time: each request arrives when the one before it is finished, whatever its arrival_s.
     """
-    for finished in iterate_steps(engine, timed, on_step, one_at_a_time):
-        yield from finished
-
-
-def iterate_steps(
-    engine: Engine, timed: Iterable[tuple[float, Request]], on_step: OnStep, one_at_a_time: bool
-) -> Generator[list[tuple[float, float, Request]]]:
-    """As `run_open_loop`, with a list of the finished requests after every step, by the engine's own clock."""
     requests = iter(timed)
     upcoming = next(requests, None)
     in_flight: dict[str, tuple[float, float]] = {}
@@ -146,7 +139,8 @@ def iterate_steps(
                 upcoming = next(requests, None)
             if not in_flight:
                 assert upcoming is not None
-                sleep(upcoming[0] - now_s)
+                sleep(min(upcoming[0] - now_s, 0.5))
+                yield []
                 continue
             step_begin = engine.clock()
             finished = engine.step()
@@ -265,7 +259,7 @@ def run_interleaved(
             assert isinstance(clock, Stopwatch), f"engine {name} needs a Stopwatch as its clock"
             clocks[name] = clock
             timed = [(arrival_s, request) for arrival_s, request, _ in requests]
-            running[name] = iterate_steps(engines[name], timed, records[name].add_step, one_at_a_time)
+            running[name] = run_open_loop(engines[name], timed, records[name].add_step, one_at_a_time)
         begin_s = {name: records[name].clock_s for name in names}
         try:
             while running:

@@ -11,7 +11,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from specdec import script
 from specdec.checked import first_line
 from specdec.checkpoint import native
 from specdec.drafter.batch import Sample
@@ -77,19 +77,14 @@ class TrainState:
         parameters = [parameter for _, parameter in self._trained()]
         betas = (settings.adam_beta1, settings.adam_beta2)
         self.optimizer = torch.optim.AdamW(parameters, settings.lr, betas, weight_decay=settings.weight_decay)
-        self._signals = {signal.SIGINT: 0, signal.SIGTERM: 0}  # how often each has come
-        self._handlers: dict[int, Any] = {}
-        with contextlib.suppress(ValueError):  # only the main thread may listen
-            for number in self._signals:
-                self._handlers[number] = signal.signal(number, self._on_signal)
+        self._signals = script.StopSignals()
 
     @property
     def is_main(self) -> bool:
         return self.accelerator.is_main_process
 
     def close(self) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._signals.close()
 
     # ---------------------------------------------------------------- processes
 
@@ -106,18 +101,13 @@ class TrainState:
             return fully_shard(self.drafter, mesh=init_device_mesh(self.accelerator.device.type, (self.world,)))
         return self.accelerator.prepare_model(self.drafter)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if any(self._signals.values()):
-            raise KeyboardInterrupt
-        self._signals[signal.Signals(number)] += 1
-
     def stopped(self) -> bool:
         """Whether a signal has come to any process: all of them end after the same step."""
-        counts = list(self._signals.values())
+        counts = list(self._signals.counts.values())
         if self.world > 1:
             flags = torch.tensor(counts, dtype=torch.float32, device=self.accelerator.device)
             counts = self.accelerator.reduce(flags, "sum").tolist()
-        received = [number for number, count in zip(self._signals, counts, strict=True) if count]
+        received = [number for number, count in zip(self._signals.counts, counts, strict=True) if count]
         self.stopped_by = int(max(received)) if received else None
         return bool(received)
 

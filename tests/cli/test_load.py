@@ -307,14 +307,15 @@ def ask(name: str) -> Request:
     return Request(name, [1], SamplingParams())
 
 
+def open_loop(*args: Any, **more: Any) -> list[tuple[float, float, Request]]:
+    return [each for finished in serving.run_open_loop(*args, **more) for each in finished]
+
+
 def test_a_request_that_comes_during_a_step_waits_from_then_on() -> None:
     turns: list[serving.StepRecord] = []
     engine: Any = Slow(0.05)
     timed = [(0.0, ask("a")), (0.01, ask("b")), (0.3, ask("c"))]
-    got = {
-        r.id: (arrival_s, added_s)
-        for arrival_s, added_s, r in serving.run_open_loop(engine, timed, lambda t, _: turns.append(t))
-    }
+    got = {r.id: (arrival_s, added_s) for arrival_s, added_s, r in open_loop(engine, timed, lambda t, _: turns.append(t))}
     assert [got[name][0] for name in "abc"] == [0.0, 0.01, 0.3]
     assert 0.05 <= got["b"][1] < 0.1, "given to the engine after the step"
     assert 0.3 <= got["c"][1] < 0.34, "it was idle, so at once"
@@ -338,17 +339,26 @@ def test_it_sleeps_only_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> N
         sleep(seconds)
 
     monkeypatch.setattr(serving.time, "sleep", counted)
-    assert len(list(serving.run_open_loop(engine, [(0.0, ask("a")), (0.0, ask("b")), (0.1, ask("c"))]))) == 3
+    assert len(open_loop(engine, [(0.0, ask("a")), (0.0, ask("b")), (0.1, ask("c"))])) == 3
     assert len(slept) == 1
     assert slept[0] == pytest.approx(0.1, abs=0.03)
 
 
 def test_one_at_a_time() -> None:
     engine: Any = Slow(0.01)
-    got = list(serving.run_open_loop(engine, [(5.0, ask("a")), (5.0, ask("b"))], one_at_a_time=True))
+    got = open_loop(engine, [(5.0, ask("a")), (5.0, ask("b"))], one_at_a_time=True)
     assert [r.id for _, _, r in got] == ["a", "b"]
     assert all(arrival_s == added_s for arrival_s, added_s, _ in got)
     assert got[1][0] >= 0.02, "when the first was finished"
+
+
+def test_a_long_sleep_is_cut_into_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that who listens for Ctrl-C need not wait for the next request."""
+    engine: Any = Slow(0.0)
+    sent = serving.run_open_loop(engine, [(3600.0, ask("a"))])
+    begin = time.monotonic()
+    assert [next(sent), next(sent)] == [[], []]
+    assert time.monotonic() - begin < 5
 
 
 def test_who_stops_listening_leaves_the_engine_empty() -> None:
