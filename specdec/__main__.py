@@ -7,6 +7,9 @@ specdec compare RUN RUN              every other script by its own name
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -15,6 +18,14 @@ from specdec import __version__, script
 from specdec.files import folder
 
 EVAL = "eval"  # the name of eval/run.py here
+# bash replaces what follows the last of COMP_WORDBREAKS, which = is one of
+BASH_COMPLETION = """\
+_specdec() {
+    local line=${COMP_LINE:0:COMP_POINT}
+    mapfile -t COMPREPLY < <(COMP_LINE=$line specdec -sc query=bash 2> /dev/null)
+    [[ ${line##* } == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]##*=}")
+}
+complete -o nospace -o default -F _specdec specdec"""
 
 
 def main() -> None:
@@ -26,6 +37,13 @@ def main() -> None:
             return
         if words[0] == "--version":
             print(f"specdec {__version__}")
+            return
+        if words == ["-sc", "install=bash"]:
+            print(BASH_COMPLETION)
+            return
+        if words == ["-sc", "query=bash"]:
+            for word in completions(os.environ["COMP_LINE"]):
+                print(word)
             return
         path, rest = chosen(words)
     sys.argv[:] = [str(path), *rest]
@@ -47,6 +65,23 @@ def chosen(words: list[str]) -> tuple[Path, list[str]]:
     if first not in scripts:
         raise ValueError(f"specdec {first}: no such command; {nearest(first, [*scripts, 'train'])}")
     return scripts[first], rest
+
+
+def completions(line: str) -> list[str]:
+    """What the last word of a command line may become: a command; or a key, a choice or a file, which Hydra knows."""
+    words = line.split()[1:]
+    last = "" if line[-1:].isspace() or not words else words.pop()
+    if words in ([], ["train"]):
+        names = scripts_of("train") if words else scripts_of("train") | scripts_of("eval") | {"train": Path()}
+        return sorted(name for name in names if name.startswith(last))
+    path, rest = chosen(words)
+    if "config.launch" not in path.read_text():
+        return []  # it has no keys
+    os.environ["COMP_LINE"] = " ".join(["specdec", *rest, last])
+    sys.argv[:] = [str(path), "-sc", "query=bash"]
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        runpy.run_path(str(path), run_name="__main__")
+    return [word for word in answer.getvalue().split() if word.startswith(last)]
 
 
 def scripts_of(room: str) -> dict[str, Path]:

@@ -47,6 +47,9 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
 
     Ends the program with one line for what is refused.
     """
+    if command_line.COMPLETION & set(sys.argv[1:]):
+        _complete(page)
+        return
     typed = [word.partition("=")[0] for word in sys.argv[1:]]
     sys.argv[1:] += [word for word in defaults if word.partition("=")[0] not in typed]
     if {"--help", "-h"} & set(typed):
@@ -71,6 +74,16 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
 
     with _plain_errors():
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(job)()
+
+
+def _complete(page: str) -> None:
+    """Hydra prints the completions of the line in COMP_LINE, or the shell's function that asks for them."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    with one_line():
+        command_line.check_completion(sys.argv[1:])
+        # a line that is no command yet has no completions; an error would be printed into it
+        with contextlib.suppress(HydraException, OmegaConfBaseException, KeyError):
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(print)()
 
 
 def words_of_checkpoint() -> list[str]:

@@ -29,6 +29,14 @@ _OPTIONS: dict[str, tuple[str, ...] | None] = {  # Hydra's own, with the values 
     "--help": None, "--hydra-help": None, "--version": None, "--resolve": None, "--run": None, "-r": None,
     "--multirun": None, "-m": None, "--cfg": _CONFIGS, "-c": _CONFIGS, "--info": _INFO, "-i": _INFO,
 }  # fmt: skip
+COMPLETION = {"--shell-completion", "-sc"}
+_COMPLETIONS = [f"{action}={shell}" for action in ("install", "uninstall", "query") for shell in ("bash", "fish", "zsh")]
+
+
+def check_completion(words: list[str]) -> None:
+    """Raise ValueError if Hydra has no such shell completion."""
+    if len(words) != 2 or words[1] not in _COMPLETIONS:
+        raise ValueError(f"{' '.join(words)}: use -sc with one of {', '.join(_COMPLETIONS)}")
 
 
 def check(conf: Path, page: str, words: list[str], build: Callable[[DictConfig], Any]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specdec import __main__ as command
-from support.cli import OFFLINE
+from support.cli import OFFLINE, call
 from support.tree import ROOT
 
 
@@ -59,6 +59,50 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert max(map(len, lines)) <= 80
     for name in ("eval", "compare", "train eagle", "train share"):
         assert any(line.startswith(f"  {name} ") for line in lines), name
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("specdec ev", ["eval"]),
+        ("specdec train e", ["eagle", "extract"]),
+        ("specdec train ", [*command.scripts_of("train")]),
+        ("specdec compare ", []),
+    ],
+)
+def test_commands_are_completed(line: str, words: list[str]) -> None:
+    assert command.completions(line) == words
+
+
+COMPLETE = """
+specdec() { "$PYTHON" -m specdec "$@"; }
+eval "$(specdec -sc install=bash)"
+for COMP_LINE in "$@"; do
+    COMP_POINT=${#COMP_LINE}
+    _specdec
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_keys_choices_and_files() -> None:
+    lines = {
+        "specdec eval method=ng": "ngram ngram_gpu",  # what follows the =
+        "specdec eval method=ngram method.prompt_lookup_m": "method.prompt_lookup_max= method.prompt_lookup_min=",
+        "specdec train mtp  train.warm": "train.warmup_ratio=",
+        "specdec eval task.path=./READ": "./README.md",
+        "specdec eval 'x=[ ": "",  # no command yet
+    }
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    bash = ["bash", "--norc", "-c", COMPLETE, "bash", *lines]
+    done = subprocess.run(bash, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert dict(zip(lines, done.stdout.splitlines(), strict=True)) == lines
+
+
+def test_a_completion_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    assert "use -sc with one of install=bash" in call("run", "-sc", "install=tcsh", cwd=tmp_path).error
 
 
 def test_a_wheel_has_all_that_the_command_needs(tmp_path: Path) -> None:
