@@ -20,8 +20,8 @@ FILE = re.compile(r"# \S+\.py\n")  # the first line of a block that is a file
 def blocks(path: Path) -> list[tuple[int, str]]:
     """(line, code) of the Python blocks of a document."""
     text = path.read_text()
-    found_blocks = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start(1)), block[1]) for block in found_blocks if not FILE.match(block[1])]
+    matches = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in matches if not FILE.match(block[1])]
 
 
 @pytest.mark.embedded
