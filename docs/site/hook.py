@@ -12,7 +12,7 @@ LINK = re.compile(r"\]\(([^)\s#:]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    root = Path(config.config_file_path).parent
+    root = Path(config.config_file_path).resolve().parent
     linked = [root / "README.md"]
     for path in linked:  # which grows
         name = path.relative_to(root).as_posix()
