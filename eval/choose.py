@@ -6,7 +6,7 @@ process on one target, in turn step by step, each by a clock of its own.
     python eval/choose.py methods=[none,ngram] runs='{ngram-auto: {method: ngram, num_speculative_tokens: auto}}'
 
 Writes out_dir/requests.jsonl (a row per request, run and rate), cost-RUN.json, choose.json, choose.png and config.yaml, and
-prints the tables, for people and in Markdown.
+prints the tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def run(cfg: Choose) -> dict[str, Any]:
     from specdec.measure import choose, logger, records, serving
     from specdec.measure.report import choose as choose_report
     from specdec.measure.report import console
-    from specdec.measure.report.table import markdown
     from specdec.params import PLAIN
 
     def defaults(name: str) -> dict[str, Any]:
@@ -80,8 +79,7 @@ def run(cfg: Choose) -> dict[str, Any]:
     write_json(out_dir / "choose.json", summary)
     title = f"{target.name}, {identity['dtype']}, {len(chosen)} requests of {cfg.task.name}"
     plot = choose_report.plot_choose(summary, title, out_dir / "choose.png")
-    console.show(*choose_report.choose_tables(summary, title), "")
-    print(markdown(*choose_report.choose_cells(summary)), end="\n\n")  # without line breaks inside a row
+    console.show(*choose_report.choose_tables(summary, title))
     console.show(*choose_report.verdicts_and_notes(summary))
     wandb_run.finish(summary, [plot, out_dir / "choose.json"])
     console.show(f"written to {out_dir}")

@@ -28,6 +28,7 @@ def run(cfg: Load) -> dict[str, Any]:
     from specdec.measure.report import console
     from specdec.measure.report import run as run_report
     from specdec.measure.report import serving as serving_report
+    from specdec.measure.report.table import method_words
 
     plan = cfg.plan()
     plan.check_processes(1)
@@ -68,7 +69,7 @@ def run(cfg: Load) -> dict[str, Any]:
     summary = identity | facts | numbers
     write_json(out_dir / "summary.json", summary)
     rate = cfg.trace if cfg.arrivals == "trace" else f"{cfg.request_rate} requests/s"
-    title = f"{plan.method} (K={proposer.num_speculative_tokens}, {plan.scheme}) on {target.name}, {identity['dtype']}: {rate}"
+    title = f"{method_words(summary)} on {target.name}, {identity['dtype']}: {rate}"
     steps = records.rows_in(out_dir / "steps.jsonl")
     plot = serving_report.plot_load(timings, steps, load.phase_edges(phases), title, out_dir / "load.png")
     console.show(*serving_report.load_tables(summary, title))

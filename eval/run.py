@@ -31,6 +31,7 @@ def run(cfg: Eval) -> dict[str, Any]:
     from specdec.measure.evaluate import Pass
     from specdec.measure.report import console, page
     from specdec.measure.report import run as run_report
+    from specdec.measure.report.table import method_words
     from specdec.model import distributed
     from specdec.model.target import choose_device
 
@@ -72,8 +73,7 @@ def run(cfg: Eval) -> dict[str, Any]:
         return {}
     summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
     write_json(out_dir / "summary.json", summary)
-    max_draft = f"{'up to ' if policy else ''}{proposer.num_speculative_tokens}"
-    title = f"{plan.method} (K={max_draft}, {plan.scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
+    title = f"{method_words(summary)} on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
     gain = run_report.speedup_line(summary["overall"])
     console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")

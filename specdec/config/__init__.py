@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -24,7 +25,7 @@ from yaml import MarkedYAMLError
 from specdec import hub, run_dir
 from specdec.config import command_line, help
 from specdec.files import folder, write_atomically
-from specdec.script import fail, one_line
+from specdec.script import fail, is_main_process, one_line
 
 CONF = folder("conf")
 NOT_RESUMED = {  # pages whose runs cannot go on, and why
@@ -170,15 +171,20 @@ def _name_by_object(composed: DictConfig) -> None:
 
 
 def _with_job_directory(record: Any) -> Any:
-    """In a sweep, out_dir gets a folder per job, named by its number and the values that the sweep varies."""
+    """In a sweep, out_dir gets a folder per job, named by its number and the values that the sweep varies; a line says which
+    job begins."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return record
     swept = command_line.swept_keys(sys.argv[1:])
-    values = [word.partition("=")[2] for word in HydraConfig.get().overrides.task if word.partition("=")[0] in swept]
-    folder = f"{HydraConfig.get().job.num}-{command_line.directory_name('-'.join(values))[:60].strip('_')}"
+    words = [word for word in HydraConfig.get().overrides.task if word.partition("=")[0] in swept]
+    values = [word.partition("=")[2] for word in words]
+    number = int(HydraConfig.get().job.num)
+    if is_main_process():
+        print(f"job {number + 1} of {math.prod(swept.values())}: {' '.join(words)}", file=sys.stderr)
+    folder = f"{number}-{command_line.directory_name('-'.join(values))[:60].strip('_')}"
     out_dir = Path(record.out_dir) / folder
     # of an interrupted sweep, some jobs have not begun
     resume = record.resume and (out_dir / run_dir.MARKER).exists()

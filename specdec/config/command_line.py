@@ -76,11 +76,12 @@ def value_of(words: Iterable[str], key: str) -> str | None:
     return dict(word.partition("=")[::2] for word in words).get(key)
 
 
-def swept_keys(words: Iterable[str]) -> set[str]:
-    """The keys that a sweep varies."""
+def swept_keys(words: Iterable[str]) -> dict[str, int]:
+    """The keys that a sweep varies, and how many values each has."""
     parse = OverridesParser.create().parse_override
     settings = [parse(word) for word in words if "=" in word and not word.startswith("-")]
-    return {str(override.input_line).partition("=")[0] for override in settings if override.is_sweep_override()}
+    swept = [override for override in settings if override.is_sweep_override()]
+    return {str(override.input_line).partition("=")[0]: len(_values(override)) for override in swept}
 
 
 def directory_name(text: str) -> str:

@@ -275,14 +275,12 @@ def _summarize_run(run: Run, records: dict[Level, RunRecord], plain: dict[Level,
     levels = list(records)
     low = levels[0]
     high = levels[-1]
-    max_draft = run.proposer.num_speculative_tokens
     outputs, output_verdict = lossless_verdict(run.verifier, greedy, _all_answers(records), _all_answers(plain))
     assert run.costs is not None
     return {
         "method": run.plan.method,
         "speculative_config": run.plan.config.as_dict(),
-        "num_speculative_tokens": max_draft,
-        "num_speculative_tokens_said": describe_k(run.plan, max_draft),
+        "num_speculative_tokens": run.proposer.num_speculative_tokens,
         "lossless": run.verifier.lossless,
         "outputs": outputs,
         "outputs_said": output_verdict,
@@ -356,13 +354,3 @@ def verdict(
     if best is None:
         return f"{rate} rate: no run is faster than {PLAIN} beyond the noise{beside}"
     return "fastest at the {} rate: {}, {ratio:.2f} ({low:.2f} to {high:.2f}){}".format(rate, best, beside, **gains[best])
-
-
-def describe_k(plan: SpeculativePlan, max_draft: int) -> str:
-    """How many tokens are drafted, in a few characters."""
-    if not max_draft:
-        return "-"
-    length = "auto" if plan.policy.auto else str(max_draft)
-    if plan.policy.schedule is not None:
-        length = f"<= {max_draft}, by batch"
-    return f"{length}, adaptive" if plan.policy.adaptive_verification else length

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine import Engine
-from specdec.measure import records, tasks
+from specdec.measure import records, stats, tasks
 from specdec.measure.records import JsonlFile
 from specdec.measure.report import console
 from specdec.measure.report import run as run_report
@@ -60,6 +60,7 @@ def decode(
     for file in files:
         records.check_rows(file.rows, file.path)
     answered = target.processes.broadcast_object([file.answered for file in files])
+    rates = [stats.RunningRates() for _ in passes]
     num_answered = {each.method: len(outputs) for each, outputs in zip(passes, answered, strict=True)}
     with console.progress(sum(len(task.turns) for task in chosen), is_main, **num_answered) as advance:
         for group in tasks.groups(chosen, passes[0].engine.max_batch_size):
@@ -69,7 +70,8 @@ def decode(
                         row = records.request_record(task, turn, request, target.tokenizer, each.facts)
                         files[place].add(row)
                         on_request(row)
-                    advance(each.method)
+                    rates[place].add(request.stats)
+                    advance(each.method, str(rates[place]))
     for file in files:
         file.close()
     return files

@@ -59,6 +59,7 @@ def decode(
     """
     rows = records.JsonlFile(out_dir / "requests.jsonl", keep=False)
     steps = records.JsonlFile(out_dir / "steps.jsonl", keep=False)
+    rates = stats.RunningRates()
     task_of: dict[str, Task] = {}
 
     def timed() -> Iterator[tuple[float, Request]]:
@@ -71,7 +72,8 @@ def decode(
 
         def on_step(record: StepRecord, _: Step | None) -> None:
             steps.add(record.row())
-            advance(0, f"{record.waiting} waiting, {record.running} running")
+            beside = f", {rates}" if str(rates) else ""
+            advance(0, f"{record.waiting} waiting, {record.running} running{beside}")
 
         begin = engine.clock()
         loop = serving.run_open_loop(engine, timed(), on_step)
@@ -81,6 +83,7 @@ def decode(
                 row |= {"id": request.id, "arrival_s": arrival_s, "added_s": added_s}
                 rows.add(row)
                 on_request(row)
+                rates.add(request.stats)
                 advance()
             if signals.received is not None:
                 stopped_s = engine.clock() - begin

@@ -203,10 +203,34 @@ def row_share_seconds(all_stats: Sequence[RequestStats], key: str) -> float:
     return sum(_row_share(s, getattr(s, key)) for s in all_stats)
 
 
+def step_seconds(all_stats: Sequence[RequestStats]) -> float:
+    """The requests' share of the time of their steps, which prefill is no part of."""
+    return row_share_seconds(all_stats, "draft_s") + row_share_seconds(all_stats, "verify_s")
+
+
 def decode_tokens_per_s(all_stats: Sequence[RequestStats]) -> float | None:
     """Tokens emitted by steps over the time of those steps, each step's time divided among its rows (prefill not counted)."""
-    seconds = row_share_seconds(all_stats, "draft_s") + row_share_seconds(all_stats, "verify_s")
+    seconds = step_seconds(all_stats)
     return sum(sum(s.emitted) for s in all_stats) / seconds if seconds > 0 else None
+
+
+class RunningRates:
+    """Acceptance and speed of the requests that have finished so far, for progress. `str` of it is empty before the first."""
+
+    def __init__(self) -> None:
+        self._drafts = self._accepted = self._emitted = 0
+        self._seconds = 0.0
+
+    def add(self, stats: RequestStats) -> None:
+        self._drafts += sum(drafted > 0 for drafted in stats.drafted)
+        self._accepted += sum(stats.accepted)
+        self._emitted += sum(stats.emitted)
+        self._seconds += step_seconds([stats])
+
+    def __str__(self) -> str:
+        parts = [f"acceptance length {1 + self._accepted / self._drafts:.2f}"] if self._drafts else []
+        parts += [f"{self._emitted / self._seconds:.3g} tokens/s"] if self._seconds else []
+        return ", ".join(parts)
 
 
 def survival(
@@ -497,7 +521,7 @@ def _row_share(stats: RequestStats, seconds: Sequence[float]) -> float:
 
 def engine_seconds(stats: RequestStats) -> float:
     """A request's share of the engine's time: its prefill, and its share of every step."""
-    return stats.prefill_s + _row_share(stats, stats.draft_s) + _row_share(stats, stats.verify_s)
+    return stats.prefill_s + step_seconds([stats])
 
 
 def engine_cpu_seconds(stats: RequestStats) -> float:
@@ -508,7 +532,7 @@ def engine_cpu_seconds(stats: RequestStats) -> float:
 def wall_over_cpu(all_stats: Sequence[RequestStats]) -> float | None:
     """Wall time of the steps over the process's CPU time in them; with several threads it may be below 1. None: no steps."""
     cpu_s = row_share_seconds(all_stats, "cpu_s")
-    return (row_share_seconds(all_stats, "draft_s") + row_share_seconds(all_stats, "verify_s")) / cpu_s if cpu_s > 0 else None
+    return step_seconds(all_stats) / cpu_s if cpu_s > 0 else None
 
 
 def busy_reasons(speedups: Mapping[str, tuple[float | None, float | None]], shares: Mapping[str, float | None]) -> list[str]:

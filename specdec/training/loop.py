@@ -97,7 +97,7 @@ def fit(
 
             stopping = run.stopped()
             last = run.step == run.num_steps
-            log_due = last or run.step % settings.log_every == 0
+            log_due = last or run.step % settings.log_every == 0 or (run.step == 1 and settings.logging_first_step)
             evaluate_due = last or run.step % settings.eval_every == 0
             save_due = last or run.step % settings.save_every == 0
             row = None

@@ -41,6 +41,7 @@ CHANGEABLE = (
     "max_steps",
     "num_epochs",
     "log_every",
+    "logging_first_step",
     "eval_every",
     "save_every",
     "keep",
@@ -51,6 +52,8 @@ CHANGEABLE = (
 
 # the widest target that the demo's recipes, of minutes on a CPU, are for
 DEMO_HIDDEN_SIZE = 1024
+
+PLOT_EVERY = 60.0  # seconds between two plots of a run that goes on
 
 # settings of a method that are for decoding alone
 NOT_TRAINED = ("model", "revision", "parallel_drafting")
@@ -128,11 +131,16 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     wandb_run = logger.WandbRun(config.plain(cfg), "train") if processes.is_main_process else None
     metrics = logger.Metrics(out_dir, wandb_run) if wandb_run else None
     with console.training_progress(cfg.train.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
+        plotted_at = time.monotonic()
 
         def log(row: dict[str, Any]) -> None:
+            nonlocal plotted_at
             assert metrics is not None
             metrics.add(row)
             show_row(row)
+            if time.monotonic() - plotted_at >= PLOT_EVERY:
+                plot(cfg, target, metrics)
+                plotted_at = time.monotonic()
 
         result = loop.fit(
             drafter, source, samples, held_out, cfg.train, out_dir, seed=cfg.seed, evaluate=evaluate if prompts else None,
@@ -261,15 +269,20 @@ def write_results(
     cpu_s = {"cpu_s": round(time.process_time(), 1)}  # of this process; of the last one, if the run was resumed
     outcome = {"environment": records.environment(), "last_metrics": rows[-1] if rows else None}
     write_json(out_dir / "summary.json", identity | result | cpu_s | outcome)
-    title = f"{cfg.method.name} for {target.name}, {cfg.data.name} data"
-    plot = training_report.plot_training(rows, title, out_dir / "train.png")
+    image = plot(cfg, target, metrics)
     metrics.rows.close()
     report = page.write_training(out_dir)
-    wandb_run.finish(result, [plot, out_dir / "summary.json", report])
+    wandb_run.finish(result, [image, out_dir / "summary.json", report])
     if result["interrupted"]:
         console.show(f"stopped after step {result['step']} of {result['num_steps']}; resume=true out_dir={out_dir} goes on")
     if result["best"]:
         console.show(training_report.best_line(result["best"]))
+
+
+def plot(cfg: Train, target: CausalLM, metrics: logger.Metrics) -> Path:
+    """train.png of the rows so far."""
+    title = f"{cfg.method.name} for {target.name}, {cfg.data.name} data"
+    return training_report.plot_training(metrics.rows.rows, title, Path(cfg.out_dir) / "train.png")
 
 
 def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:

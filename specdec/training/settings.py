@@ -17,7 +17,7 @@ class Settings(Checked):
     global_batch_size: samples of an optimiser step, over all processes; micro_batch_size: samples of one forward.
     lr_scheduler: cosine or linear (down to min_lr_ratio x lr) or constant, after warmup_ratio of the steps.
     loss_normalization: `tokens` weighs every supervised token alike, `samples` every sample.
-    log_every, eval_every, save_every: in steps.
+    log_every, eval_every, save_every: in steps; with logging_first_step the first one is logged too.
     keep: checkpoints to keep beside the best.
     max_nonfinite: consecutive steps with a loss that is not finite before the run fails.
     sharding: `ddp` or `fsdp`, with several processes.
@@ -41,6 +41,7 @@ class Settings(Checked):
     sharding: Literal["ddp", "fsdp"] = "ddp"
     loss_normalization: Literal["tokens", "samples"] = "tokens"
     log_every: int = Field(10, ge=1)
+    logging_first_step: bool = False
     eval_every: int = Field(200, ge=1)
     save_every: int = Field(200, ge=1)
     keep: int = Field(2, ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +11,10 @@ from rich.table import Table
 
 from specdec.measure.report.figure import log_scale, run_colors, saved_figure
 from specdec.measure.report.run import busy_note
-from specdec.measure.report.table import median_and_p99, new_table, number, percent
+from specdec.measure.report.table import draft_length, median_and_p99, new_table, number, percent
 
 Numbers = dict[str, Any]  # of a run at a rate, or of a run
-_GAIN_HEADS = ("K", "gain, low", "gain, high", "outputs")
 _MARKERS = "os^vD<>P*Xhp"
-
-
-def choose_cells(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the method-selection table. Two numbers in a cell are of the lowest and the highest rate; those of
-    times are medians."""
-    header = [
-        "run",
-        "K",
-        "gain, low",
-        "gain, high",
-        "tokens/s",
-        "decoding",
-        "predicted",
-        "ratio",
-        "decoding gain (predicted)",
-        "TTFT, s",
-        "ITL, ms",
-        "MAL",
-        "wasted",
-        "outputs",
-    ]
-    return header, [_choose_line(summary, name, run) for name, run in summary["runs"].items()]
-
-
-def _choose_line(summary: dict[str, Any], name: str, run: Numbers) -> list[str]:
-    low = summary["levels"][0]
-    high = summary["levels"][-1]
-    is_plain = name == summary["plain"]
-
-    def both(cell: Callable[[Numbers], str]) -> str:
-        return f"{cell(run['at'][low])} | {cell(run['at'][high])}"
-
-    def median(key: str, scale: float, digits: int) -> Callable[[Numbers], str]:
-        return lambda n: "-" if n[key] is None else number(scale * n[key]["median"], digits)
-
-    def gain_and_predicted(level: str) -> str:
-        measured = decoding_gain(summary, name, level, "decode")
-        return f"{number(measured)} ({number(decoding_gain(summary, name, level, 'predicted'))})"
-
-    gains = ["{ratio:.2f} ({low:.2f} to {high:.2f})".format(**run[key]) for key in ("gain_low", "gain_high")]
-    return [
-        name,
-        run["num_speculative_tokens_said"],
-        *(["1", "1"] if is_plain else gains),
-        both(lambda n: number(n["output_tokens_per_s"], 1)),
-        both(lambda n: number(n["decode_tokens_per_s"], 1)),
-        both(lambda n: number(n["predicted_tokens_per_s"], 1)),
-        both(lambda n: number(n["measured_over_predicted"])),
-        "1" if is_plain else f"{gain_and_predicted(low)} | {gain_and_predicted(high)}",
-        both(median("time_to_first_token_s", 1, 2)),
-        both(median("inter_token_s", 1e3, 0)),
-        both(lambda n: number(n["mean_acceptance_length"])),
-        both(lambda n: percent(n["wasted_share"])),
-        run["outputs"],
-    ]
-
-
-def decoding_gain(summary: dict[str, Any], name: str, level: str, which: str) -> float | None:
-    """Tokens/s of decode steps over those of plain decoding, as measured (`decode`) or `predicted`."""
-    rate, plain_rate = (summary["runs"][run]["at"][level][f"{which}_tokens_per_s"] for run in (name, summary["plain"]))
-    return rate / plain_rate if rate and plain_rate else None
 
 
 def describe_rate(level: str, summary: dict[str, Any]) -> str:
@@ -102,10 +40,10 @@ def _gain_table(summary: dict[str, Any], title: str) -> Table:
         f"tokens per second of engine time over those of {plain}; both with a 95 % bootstrap interval over requests. outputs: "
         f"requests whose tokens equal those of {plain}, or in which sense the output is the target's."
     )
-    header, lines = choose_cells(summary)
-    table = new_table(title, ["run"], _GAIN_HEADS, caption)
-    for line in lines:
-        table.add_row(line[0], *(line[header.index(head)] for head in _GAIN_HEADS))
+    table = new_table(title, ["run"], ["K", "gain, low", "gain, high", "outputs"], caption)
+    for name, run in summary["runs"].items():
+        gains = ["{ratio:.2f} ({low:.2f} to {high:.2f})".format(**run[key]) for key in ("gain_low", "gain_high")]
+        table.add_row(name, draft_length(run), *(["1", "1"] if name == plain else gains), run["outputs"])
     return table
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specdec.measure.report import run as run_report
 from specdec.measure.report.figure import run_colors, saved_figure
-from specdec.measure.report.table import interval, new_table, number
+from specdec.measure.report.table import draft_length, interval, new_table, number
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")  # else the numbers of two runs do not compare
 SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
@@ -82,7 +82,7 @@ def _acceptance_table(runs: dict[str, dict[str, Any]]) -> Table:
         table.add_row(
             name,
             summary["method"],
-            str(summary["num_speculative_tokens"]),
+            draft_length(summary),
             " ".join(f"{rate:.2f}" for rate in overall["acceptance_rate_per_position"] or []) or "-",
             number(overall["mean_acceptance_length"]),
             number(overall["tokens_per_step"]),

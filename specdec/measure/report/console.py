@@ -59,11 +59,17 @@ def progress_line(task: Task) -> str:
 
 
 @contextlib.contextmanager
-def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable[[str], None]]:
-    """A bar for each name, of which `done` of `total` are done; yields a function that advances the bar of a name by one."""
-    with Bars("{task.description:>12}", None, visible) as bars:
-        tasks = {name: bars.add_task(name, total=total, completed=count) for name, count in done.items()}
-        yield lambda name: bars.advance(tasks[name])
+def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable[..., None]]:
+    """A bar for each name, of which `done` of `total` are done; yields a function (name, note="") that advances the bar of a
+    name by one and sets the note behind it."""
+    with Bars("{task.description:>12}", "{task.fields[note]}", visible) as bars:
+        tasks = {name: bars.add_task(name, total=total, completed=count, note="") for name, count in done.items()}
+
+        def advance(name: str, note: str = "") -> None:
+            bars.update(tasks[name], note=note)
+            bars.advance(tasks[name])
+
+        yield advance
 
 
 @contextlib.contextmanager
@@ -73,9 +79,9 @@ def one_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
         task = bars.add_task(label, total=total, note="")
 
         def advance(count: int = 1, note: str | None = None) -> None:
-            bars.advance(task, count)
             if note is not None:
                 bars.update(task, note=note)
+            bars.advance(task, count)
 
         try:
             yield advance

@@ -24,7 +24,8 @@ COLORS = (  # of the other methods, in alphabetical order
 def saved_figure(
     path: Path, title: str | None, rows: int, columns: int, size: tuple[float, float], **layout: Any
 ) -> Iterator[Any]:
-    """Yield (pyplot, figure, axes) to draw into, and save the figure as a PNG at the end. size: width and height in inches."""
+    """Yield (pyplot, figure, axes) to draw into, and save the figure as a PNG at the end, whole or not at all. size: width and
+    height in inches."""
     import matplotlib
 
     matplotlib.use("Agg")  # no screen
@@ -36,8 +37,10 @@ def saved_figure(
         if title is not None:
             figure.suptitle(title)
         yield plt, figure, axes
+        temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
         with writing(path):
-            figure.savefig(path, dpi=110)
+            figure.savefig(temporary, dpi=110)
+            temporary.replace(path)
     finally:
         plt.close(figure)
 

@@ -26,7 +26,7 @@ from specdec.measure.report import compare as compare_report
 from specdec.measure.report import run as run_report
 from specdec.measure.report import training as training_report
 from specdec.measure.report.figure import method_color, run_colors
-from specdec.measure.report.table import new_table, number
+from specdec.measure.report.table import method_words, new_table, number
 from specdec.measure.tasks import Task, request_id
 from specdec.params import PLAIN, SamplingParams
 
@@ -289,8 +289,7 @@ def _training_table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def _title(summary: Mapping[str, Any]) -> str:
-    scheme = f"K={summary['num_speculative_tokens']}, {summary['rejection']}"
-    return f"{summary['method']} ({scheme}) on {summary['target']}, {summary['dtype']}"
+    return f"{method_words(summary)} on {summary['target']}, {summary['dtype']}"
 
 
 def _run_facts(run: RunRecords) -> dict[str, str]:

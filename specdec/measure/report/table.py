@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -88,7 +88,24 @@ def median_and_p99(percentiles: dict[str, float] | None, scale: float = 1.0, dig
     return " / ".join(f"{value:.{digits if value < 100 else 0}f}" for value in values)
 
 
-def markdown(header: list[str], lines: list[list[str]]) -> str:
-    """A table for a README. Bars inside cells become slashes."""
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows)
+def draft_length(run: Mapping[str, Any]) -> str:
+    """How many tokens are drafted: a number, or the longest draft and what chooses.
+
+    run: a summary's `num_speculative_tokens` and `speculative_config`.
+    """
+    longest = run["num_speculative_tokens"]
+    config = run["speculative_config"]
+    if not longest:
+        return "-"
+    if config.get("num_speculative_tokens") == "auto":
+        length = f"auto up to {longest}"
+    elif config.get("num_speculative_tokens_per_batch_size") is not None:
+        length = f"up to {longest} by batch size"
+    else:
+        length = str(longest)
+    return f"{length}, adaptive" if config.get("enable_adaptive_verification") else length
+
+
+def method_words(run: Mapping[str, Any]) -> str:
+    """`eagle3 (K=3, standard)`. run: a summary."""
+    return f"{run['method']} (K={draft_length(run)}, {run['rejection']})"
