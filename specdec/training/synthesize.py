@@ -17,12 +17,13 @@ from specdec.chat.template import user_frame
 from specdec.config import pages
 from specdec.core import Request
 from specdec.engine import Engine
+from specdec.files import ASSETS
 from specdec.measure.records import JsonlFile
 from specdec.measure.report import console
 from specdec.params import SamplingParams
 from specdec.prompts import derived_seed
 
-OPENINGS = Path(__file__).parents[1] / "assets" / "openings.jsonl"
+OPENINGS = ASSETS / "openings.jsonl"
 MAX_WEIGHT = 1_000_000
 GOLDEN_RATIO = 0.6180339887498949
 MIN_WORDS = 4  # of a turn

@@ -26,7 +26,7 @@ from support.cli import EVAL, Cli, Done, call, contents, outputs, rows_of, write
 from support.processes import ended, fork, start, wait_for_lines
 from support.wandb_offline import FakeRun, offline_history, offline_summary
 
-SMALL = ("experiment=tiny", "limit=2", "sampling.max_tokens=8")
+SMALL = ("model=tiny", "limit=2", "sampling.max_tokens=8")
 # `tiny` drafts for itself, so at temperature 0 every draft is accepted
 SELF = ("method=draft_model", "method.model=tiny")
 
@@ -344,7 +344,7 @@ def test_an_oddity(arguments: tuple[str, ...], words: str, tmp_path: Path, cli: 
 )
 def test_a_limit_can_be_taken_away(argument: str, number: int, tmp_path: Path, cli: Cli) -> None:
     path = write_tasks(tmp_path / "tasks.jsonl", [{"turns": ["a"]}, {"turns": ["b"]}])
-    what = ("experiment=tiny", "task=jsonl", f"task.path={path}", "limit=1", "max_model_len=40")
+    what = ("model=tiny", "task=jsonl", f"task.path={path}", "limit=1", "max_model_len=40")
     done = cli("run", *what, argument, f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     assert len(outputs(tmp_path / "run")) == number
@@ -541,7 +541,7 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     cwd = tmp_path_factory.mktemp("sweeps")
     jobs = []
     for name in ("one", "two"):
-        sweep = ("-m", "method=none,ngram", "experiment=tiny", "limit=1", "sampling.max_tokens=4")
+        sweep = ("-m", "method=none,ngram", "model=tiny", "limit=1", "sampling.max_tokens=4")
         done = call("run", *sweep, f"out_dir={cwd / name}", cwd=cwd)
         assert done.code == 0, done.err
         jobs += sorted(path for path in (cwd / name).iterdir() if path.is_dir())
@@ -745,7 +745,7 @@ def test_other_measurements_reach_wandb(name: str, arguments: tuple[str, ...], k
 def test_the_runs_of_a_sweep_are_a_group_of_wandb(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[str] = []
     monkeypatch.setattr("wandb.init", lambda **kwargs: groups.append(kwargs["group"]) or FakeRun())
-    sweep = ("-m", "method=none,ngram", "experiment=tiny", "limit=1", "sampling.max_tokens=4")
+    sweep = ("-m", "method=none,ngram", "model=tiny", "limit=1", "sampling.max_tokens=4")
     done = cli("run", *sweep, "logger=wandb", "logger.mode=offline", f"out_dir={tmp_path / 'sweep'}")
     assert done.code == 0, done.err
     assert groups == [f"{tmp_path.name}-sweep"] * 2

@@ -986,7 +986,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def evaluation(run: Path) -> Path:
     out_dir = run.parent / "evaluation"
-    small = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", f"out_dir={out_dir}")
+    small = ("model=tiny", "limit=2", "sampling.max_tokens=8", f"out_dir={out_dir}")
     done = call("run", *small, "method=eagle3", f"checkpoint={run}", "method.num_speculative_tokens=4", cwd=run, folder=EVAL)
     assert done.code == 0, done.err
     return out_dir
@@ -1236,7 +1236,7 @@ def test_a_drafter_names_its_method(tmp_path: Path, run: Path, conversations: Pa
     """Where the command line has no method=, in our format and in a foreign one; where it has one, that counts."""
     assert share(f"checkpoint={run}", "format=vllm", f"out_dir={tmp_path / 'raw'}").code == 0
     pard = trained_by("pard", tmp_path, conversations, "train.drafter.layer_ids=[0,1]")
-    small = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", "method.num_speculative_tokens=2")
+    small = ("model=tiny", "limit=2", "sampling.max_tokens=8", "method.num_speculative_tokens=2")
     for directory, name in ((run, "eagle3"), (tmp_path / "raw", "eagle3"), (pard, "pard")):
         out_dir = tmp_path / f"out-{directory.name}"
         done = call("run", *small, f"checkpoint={directory}", f"out_dir={out_dir}", cwd=tmp_path, folder=EVAL)

@@ -134,6 +134,20 @@ def test_tiny_models_are_the_same_everywhere(cache: Path, monkeypatch: pytest.Mo
     assert (hub.resolve("tiny") / "model.safetensors").read_bytes() == first
 
 
+def test_the_tiny_trained_model_knows_its_text_and_bytes() -> None:
+    """In the cache that the notebooks use too: it takes half a minute to make."""
+    path = hub.resolve("tiny-trained")
+    tokenizer = hub.load_tokenizer(path)
+    text = "Größe: 3 µm\n\tnaïve 漢字"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    ids = torch.tensor([tokenizer("To solve this problem, we need to find the total number of the people.")["input_ids"]])
+    assert ids.shape[1] < 25, "tokens are pieces of words"
+    model = hub.load_model(path, dtype=torch.float32)
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+    assert loss < 3.5, "a uniform distribution over 1,024 tokens has 6.9"
+
+
 SMALL_SHAPE = hub._LLAMA | {
     "vocab_size": 512,
     "hidden_size": 64,

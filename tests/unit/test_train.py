@@ -1280,7 +1280,7 @@ def test_wandb_offline_holds_the_metrics(
     assert last["eval/acceptance_rate_per_position/1"] == pytest.approx(rows[-1]["acceptance_rate_per_position"][0])
 
 
-DECODE = ("experiment=tiny", "model.dtype=float32", "limit=2", "sampling.max_tokens=8")
+DECODE = ("model=tiny", "model.dtype=float32", "limit=2", "sampling.max_tokens=8")
 
 
 @BOTH

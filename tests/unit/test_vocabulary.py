@@ -590,7 +590,7 @@ def test_match_is_plain_sampling() -> None:
 
 def test_a_run_says_how_much_can_be_drafted(tmp_path: Path) -> None:
     done = call(
-        "run", "experiment=tiny", "limit=2", "sampling.max_tokens=8", f"out_dir={tmp_path / 'out'}",
+        "run", "model=tiny", "limit=2", "sampling.max_tokens=8", f"out_dir={tmp_path / 'out'}",
         "method=draft_model", f"method.model={directory('random')}", "method.use_heterogeneous_vocab=true", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from specdec.drafter import token_bytes
-from specdec.files import parse_json, read_json_object, write_atomically
+from specdec.files import ASSETS, parse_json, read_json_object, write_atomically
 from specdec.measure import records, stats
 from specdec.measure.report import compare as compare_report
 from specdec.measure.report import run as run_report
@@ -32,7 +32,7 @@ from specdec.params import PLAIN, SamplingParams
 
 FILE = "report.html"
 ROWS = "requests.jsonl"
-_TEMPLATE = Path(__file__).parents[2] / "assets" / "report.html"
+_TEMPLATE = ASSETS / "report.html"
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 _VIEWER = """<section>
 <h2>Tokens</h2>
