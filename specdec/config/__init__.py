@@ -124,7 +124,9 @@ def is_typed(key: str) -> bool:
     values are chosen."""
     from hydra.core.hydra_config import HydraConfig
 
-    return not HydraConfig.initialized() or any(command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment"))
+    return not HydraConfig.initialized() or any(
+        command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment")
+    )
 
 
 def plain(record: BaseModel) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from specdec.model import distributed
 from specdec.model.target import choose_device
 
 
-def run(cfg: Eval) -> dict[str, Any]:
-    """Decode as the config says. Returns what is in summary.json; {} in a process that does not write."""
+def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
+    """Decode as the config says. Returns what is in summary.json; {} in a process that does not write. quiet: no tables."""
     # everything that a typo can break comes before the weights
     plan = cfg.plan()
     plan.check_processes(cfg.tensor_parallel_size)
@@ -59,13 +59,14 @@ def run(cfg: Eval) -> dict[str, Any]:
     max_draft = f"{'up to ' if policy else ''}{proposer.num_speculative_tokens}"
     title = f"{plan.method} (K={max_draft}, {plan.scheme}) on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")
-    gain = run_report.speedup_line(summary["overall"])
-    console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")
-    console.show(*evaluate.notes(engine, summary))
     report = page.write_run(out_dir, page.collect_texts(files[-1].rows, target.tokenizer, chosen))
     numbers = {key: summary[key] for key in ("overall", "categories", "lossless_said")}
     results = [plot, out_dir / "summary.json", report]
+    if not quiet:
+        gain = run_report.speedup_line(summary["overall"])
+        console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")
+        console.show(*evaluate.notes(engine, summary))
     wandb_run.finish(numbers, results, files[-1].rows, tasks.prompt_texts(chosen))
-    console.show(f"report: {report}")
-    console.show(f"written to {out_dir}")
+    if not quiet:
+        console.show(f"report: {report}", f"written to {out_dir}")
     return summary
