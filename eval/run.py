@@ -15,7 +15,7 @@ Writes out_dir/requests.jsonl, baseline.jsonl, summary.json, config.yaml, run.pn
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec import script
 
@@ -23,68 +23,10 @@ if TYPE_CHECKING:
     from specdec.config.pages import Eval
 
 
-def run(cfg: Eval) -> dict[str, Any]:
-    from specdec import config, method, rejection
-    from specdec.engine import Engine
-    from specdec.files import write_json
-    from specdec.measure import evaluate, logger, records, tasks
-    from specdec.measure.evaluate import Pass
-    from specdec.measure.report import console, page
-    from specdec.measure.report import run as run_report
-    from specdec.measure.report.table import method_words
-    from specdec.model import distributed
-    from specdec.model.target import choose_device
+def run(cfg: Eval) -> None:
+    from specdec.measure import task_run
 
-    # everything that a typo can break comes before the weights
-    plan = cfg.plan()
-    plan.check_processes(cfg.tensor_parallel_size)
-    chosen = cfg.task.load(cfg.limit)
-    out_dir = cfg.start()
-    if cfg.tensor_parallel_size == 1 < (started := distributed.num_started()):
-        raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
-    processes = distributed.join(cfg.tensor_parallel_size, choose_device(cfg.model.device))
-    target = cfg.model.load(processes=processes)
-    proposer, verifier = plan.build(target)
-    policy = plan.policy.build(target, proposer, cfg.max_batch_size)
-    cache = target.new_cache()
-    engine = Engine(target, proposer, verifier, cache=cache, policy=policy, **cfg.engine)
-    passes = [Pass(plan.method, engine, out_dir / "requests.jsonl")]
-    if cfg.baseline and plan.method != method.PLAIN:
-        plain = Engine(target, method.build(method.PLAIN, target), rejection.build("standard"), cache=cache, **cfg.engine)
-        passes.insert(0, Pass(method.PLAIN, plain, out_dir / "baseline.jsonl"))
-    for each in passes:
-        tasks.prepare(each.engine, chosen, cfg.sampling)
-    identity = records.run_identity(target, chosen, cfg.sampling, cfg.seed, plan.scheme) | {
-        "method": plan.method,
-        "speculative_config": plan.config.as_dict(),
-        "drafter_weights": records.drafter_weights(plan),
-        "tensor_parallel_size": cfg.tensor_parallel_size,
-        **cfg.engine,
-    }
-    wandb_run = None
-    if processes.is_main:  # of several processes with the same answers, one writes
-        cfg.claim(identity)
-        wandb_run = logger.WandbRun(config.plain(cfg), "eval")
-
-    on_request = wandb_run.log_request if wandb_run else lambda row: None
-    files = evaluate.decode(passes, chosen, cfg.sampling, cfg.seed, on_request)
-    verify_s = evaluate.verify_seconds(engine, files, min(cfg.max_batch_size, len(chosen)))
-    if not processes.is_main or wandb_run is None:
-        return {}
-    summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
-    write_json(out_dir / "summary.json", summary)
-    title = f"{method_words(summary)} on {target.name}, {identity['dtype']}, {cfg.task.name}"
-    plot = run_report.plot_run(summary, title, out_dir / "run.png")
-    gain = run_report.speedup_line(summary["overall"])
-    console.show(*run_report.tables(summary, title), *([gain] if gain else []), f"lossless: {summary['lossless_said']}")
-    console.show(*evaluate.notes(engine, summary))
-    report = page.write_run(out_dir, page.collect_texts(files[-1].rows, target.tokenizer, chosen))
-    numbers = {key: summary[key] for key in ("overall", "categories", "lossless_said")}
-    results = [plot, out_dir / "summary.json", report]
-    wandb_run.finish(numbers, results, files[-1].rows, tasks.prompt_texts(chosen))
-    console.show(f"report: {report}")
-    console.show(f"written to {out_dir}")
-    return summary
+    task_run.run(cfg)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,37 +87,60 @@ def _complete(page: str) -> None:
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(print)()
 
 
-def words_of_checkpoint() -> list[str]:
-    """What the checkpoint on the command line says where nothing else does: `method=`, and the target as `model.path=`."""
-    words = sys.argv[1:]
+def compose(page: str, *words: str) -> Any:
+    """The record that a script's function takes, for a notebook: `recipe.run(compose("train", "model=tiny"), "eagle")`.
+
+    page: the name of a file of conf/, and of its record in `pages.PAGES`
+    words: of the command line, `key=value`; a sweep is a loop around this call
+
+    Raises ValueError, one line, for what is refused.
+    """
+    from specdec.config import pages
+
+    if options := [word for word in words if word.startswith("-")]:
+        raise ValueError(f"{options[0]}: an option of the command line; give settings, key=value")
+    if issubclass(pages.PAGES[page], pages.Decoding):
+        words = (*words, *words_of_checkpoint(words))
+    with _plain_errors():
+        settings = command_line.check(CONF, page, list(words), partial(_record, page))
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return _record(page, hydra.compose(page, settings))
+
+
+def words_of_checkpoint(words: Sequence[str] | None = None) -> list[str]:
+    """What the checkpoint on a command line says where nothing else does: `method=`, and the target as `model.path=`. words: of
+    the command line; None: of this process's. Raises ValueError, one line, for a checkpoint that cannot say it."""
+    words = sys.argv[1:] if words is None else words
     value = (command_line.value_of(words, "checkpoint") or "null").strip("'\"")
     if value in ("null", ""):
         return []
     paths = [path.strip() for path in (value.split(",") if command_line.is_sweep(words) else [value])]
     chosen: list[str] = []
-    try:
-        for path in paths:
-            hub.locate(path, "checkpoint")
-        from specdec import checkpoint, method
+    for path in paths:
+        hub.locate(path, "checkpoint")
+    from specdec import checkpoint, method
 
-        if all(command_line.value_of(words, key) is None for key in ("method", "speculative_config")):
-            methods = {method.of_checkpoint(path) for path in paths}
-            if len(methods) > 1:
-                several = ", ".join(sorted(methods))
-                fail(f"checkpoint={value}: drafters of several methods ({several}); sweep over one method's")
-            chosen.append(f"method={methods.pop()}")
-        if not any(re.match(r"(model|model\.path|model\.size|experiment)=", word) for word in words):
-            targets = {checkpoint.target_of(path) for path in paths}
-            if len(targets) == 1 and (target := targets.pop()) not in (None, hub.DEFAULT):
-                chosen.append(f"model.path='{target}'")
-    except ValueError as error:
-        fail(error)
+    if all(command_line.value_of(words, key) is None for key in ("method", "speculative_config")):
+        methods = {method.of_checkpoint(path) for path in paths}
+        if len(methods) > 1:
+            several = ", ".join(sorted(methods))
+            raise ValueError(f"checkpoint={value}: drafters of several methods ({several}); sweep over one method's")
+        chosen.append(f"method={methods.pop()}")
+    if not any(re.match(r"(model|model\.path|model\.size|experiment)=", word) for word in words):
+        targets = {checkpoint.target_of(path) for path in paths}
+        if len(targets) == 1 and (target := targets.pop()) not in (None, hub.DEFAULT):
+            chosen.append(f"model.path='{target}'")
     return chosen
 
 
 def is_typed(key: str) -> bool:
-    """Whether the command line chooses a value of a key, or an experiment, which may."""
-    return any(command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment"))
+    """Whether the command line chooses a value of a key, or an experiment, which may. Where there is none (`compose`), all
+    values are chosen."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return not HydraConfig.initialized() or any(
+        command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment")
+    )
 
 
 def plain(record: BaseModel) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -20,7 +21,7 @@ import pytest
 
 from specdec import config, engine, hub, method, rejection
 from specdec.config import CONF, pages, read
-from specdec.measure import bench, records, stats, tasks
+from specdec.measure import bench, records, stats, task_run, tasks
 from specdec.model.target import CausalLM
 from support.cli import EVAL, Cli, Done, call, contents, outputs, rows_of, write_tasks
 from support.processes import ended, fork, start, wait_for_lines
@@ -877,3 +878,29 @@ def test_a_summary_of_other_types_is_named(
 @pytest.mark.parametrize("arguments", [(), ("--nope",), ("a", "--out")])
 def test_scripts_without_hydra_end_in_one_line(arguments: tuple[str, ...], cli: Cli) -> None:
     assert "see --help" in cli("compare", *arguments).error
+
+
+def test_a_run_from_python_is_that_of_the_command_line(tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "method=suffix")
+    cfg = config.compose("eval", *words, f"out_dir={tmp_path / 'python'}")
+    summary = task_run.run(cfg, quiet=True)
+    assert not capsys.readouterr().out
+    done = cli("run", *words, f"out_dir={tmp_path / 'line'}")
+    assert done.code == 0, done.err
+    assert config.plain(cfg) == read(tmp_path / "line" / "config.yaml") | {"out_dir": cfg.out_dir}
+    assert outputs(tmp_path / "python") == outputs(tmp_path / "line")
+    assert json.loads((tmp_path / "python" / "summary.json").read_text())["overall"] == summary["overall"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("methd=suffix",), "unknown key 'methd'; did you mean 'method'?"),
+        (("method=ngram,suffix",), "several values are a sweep"),
+        (("-m", "method=ngram,suffix"), "-m: an option of the command line; give settings, key=value"),
+        (("checkpoint=nowhere",), "checkpoint nowhere: no such directory"),
+    ],
+)
+def test_what_the_command_line_refuses_is_refused_from_python(words: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(error)):
+        config.compose("eval", *words)

@@ -31,8 +31,8 @@ MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML f
 ORDER = (
     "checked", "compiled", "files", "chat", "params", "core", "sampling", "prompts", "rejection", "lock", "tiny_trained", "hub",
     "rows", "model", "script", "run_dir", "row_state", "stop_rules", "engine", "policy", "checkpoint", "drafter", "artifact",
-    "measure.stats", "method", "speculative_config", "measure", "training", "config", "training.recipe",
-    "training.synthesize", "training.prepare", "sharing", "llm",
+    "measure.stats", "method", "speculative_config", "measure", "training", "config", "measure.task_run",
+    "training.recipe", "training.synthesize", "training.prepare", "sharing", "llm",
 )  # fmt: skip
 
 

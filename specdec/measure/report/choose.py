@@ -118,7 +118,7 @@ def plot_choose(summary: dict[str, Any], title: str, path: Path) -> Path:
     runs = summary["runs"]
     plain = summary["plain"]
     speculating = [name for name in runs if name != plain]
-    with saved_figure(path, title, 1, 3, (16, 5.2), width_ratios=[1, 1, 1.15]) as (_, figure, axes):
+    with saved_figure(path, title, 1, 3, (16, 5.2), width_ratios=[1, 1, 1.15]) as (figure, axes):
         colours = run_colors({name: run["method"] for name, run in runs.items()})
         for axis, key, panel, scale, unit in (
             (axes[0], "end_to_end_s", "End-to-end latency, mean", 1.0, "seconds"),

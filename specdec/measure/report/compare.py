@@ -134,7 +134,7 @@ def plot_compare(runs: dict[str, dict[str, Any]], path: Path) -> Path:
     place = np.arange(len(names))
     width = 0.8 / len(runs)
     colors = run_colors({label: summary["method"] for label, summary in runs.items()})
-    with saved_figure(path, None, 2, 1, (max(9, 1.4 * len(names)), 8)) as (_, figure, axes):
+    with saved_figure(path, None, 2, 1, (max(9, 1.4 * len(names)), 8)) as (figure, axes):
         for axis, key, unit, title in (
             (axes[0], "tokens_per_step", "tokens", "Tokens per step (pooled)"),
             (axes[1], "speedup", "times as fast", "Speedup over decoding without speculation, same run"),

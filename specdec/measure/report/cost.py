@@ -40,10 +40,12 @@ def schedule_table(costs: CostTable, rates: np.ndarray) -> Table:
 
 def plot_cost(costs: CostTable, title: str, path: Path) -> Path:
     """Verify seconds against tokens, and draft seconds against k, a line per batch size."""
+    from matplotlib import colormaps
+
     lengths = np.array(costs.draft_lengths)
     num_sizes = len(costs.batch_sizes)
-    with saved_figure(path, title, 1, 2, (12, 4.5)) as (plt, _, axes):
-        colours = [plt.get_cmap("viridis")(i / max(num_sizes, 2)) for i in range(num_sizes)]
+    with saved_figure(path, title, 1, 2, (12, 4.5)) as (_, axes):
+        colours = [colormaps["viridis"](i / max(num_sizes, 2)) for i in range(num_sizes)]
         for axis, seconds, x, label, panel in (
             (axes[0], costs.verify_s, lengths + 1, "tokens of each row", "Verifying a step"),
             (axes[1], costs.draft_s, lengths, "draft tokens of each row", "Drafting for a step"),

@@ -24,25 +24,21 @@ COLORS = (  # of the other methods, in alphabetical order
 def saved_figure(
     path: Path, title: str | None, rows: int, columns: int, size: tuple[float, float], **layout: Any
 ) -> Iterator[Any]:
-    """Yield (pyplot, figure, axes) to draw into, and save the figure as a PNG at the end, whole or not at all. size: width and
-    height in inches."""
+    """Yield (figure, axes) to draw into, and save the figure as a PNG at the end, whole or not at all. It is none of pyplot's,
+    whose backend a notebook has chosen. size: width and height in inches."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # no screen
-    matplotlib.rcParams["text.parse_math"] = False  # a $ in a user's words is no formula
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, figsize=size, constrained_layout=True, **layout)
-    try:
+    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a user's words is no formula
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, **layout)
         if title is not None:
             figure.suptitle(title)
-        yield plt, figure, axes
+        yield figure, axes
         temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
         with writing(path):
             figure.savefig(temporary, dpi=110)
             temporary.replace(path)
-    finally:
-        plt.close(figure)
 
 
 def method_color(name: str) -> str:

@@ -213,7 +213,7 @@ def _proposer_table(summary: dict[str, Any]) -> Table:
 def plot_run(summary: dict[str, Any], title: str, path: Path) -> Path:
     """Four panels: tokens per step, acceptance per position, draft tokens accepted per step, speedup and its predictions."""
     numbers = {**summary["categories"], "all": summary["overall"]}
-    with saved_figure(path, title, 2, 2, (12, 8)) as (_, _, axes):
+    with saved_figure(path, title, 2, 2, (12, 8)) as (_, axes):
         color = method_color(summary["method"])
         _plot_tokens_per_step(axes[0, 0], numbers, color)
         _plot_acceptance(axes[0, 1], numbers)

@@ -68,7 +68,7 @@ def plot_load(
     title, path: of the figure.
     """
     last_s = max(timing.finished_s for timing in timings)
-    with saved_figure(path, title, 2, 2, (13, 8)) as (_, _, axes):
+    with saved_figure(path, title, 2, 2, (13, 8)) as (_, axes):
         _plot_latency(axes[0, 0], timings)
         _plot_occupancy(axes[0, 1], list(steps))
         for axis in axes[0]:

@@ -13,7 +13,7 @@ Rows = list[dict[str, Any]]  # of metrics.jsonl
 def plot_training(rows: Rows, title: str, path: Path) -> Path:
     """Four panels over the optimiser steps: losses, accuracy by unrolled step, measured acceptance, learning rate and
     gradient."""
-    with saved_figure(path, title, 2, 2, (12, 8)) as (_, _, axes):
+    with saved_figure(path, title, 2, 2, (12, 8)) as (_, axes):
         _plot_by_unrolled_step(axes[0, 0], rows, "step_loss", "Loss per supervised token, by unrolled step")
         _plot_by_unrolled_step(axes[0, 1], rows, "accuracy", "Accuracy by unrolled step, teacher-forced")
         _plot_acceptance(axes[1, 0], rows)
