@@ -253,8 +253,9 @@ class MTP(AutoregressiveDrafter):
                 continue
             ids = context.tokens(b)
             num_settled = len(fused_ND) - num_later  # pairs that every module has the tokens for
-            # drafts shorter than there are modules do not reach the later ones
-            if num_settled > (len(self.mtp) if int(draft_B.max()) == len(self.mtp) else 0):
+            # as many as one step settles are processed below, with those of the other rows; but drafts shorter than there are
+            # modules do not reach the later ones
+            if num_settled > (len(self.mtp) + 1 if int(draft_B.max()) == len(self.mtp) else 0):
                 self._process_settled(context.rows[b : b + 1], ids, fused_ND[:num_settled], start)
                 fused_ND = fused_ND[num_settled:]
                 start += num_settled
