@@ -87,7 +87,7 @@ types: $(VENV)/.done
 	$(VENV)/bin/mypy
 
 tests: $(VENV)/.done
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not prove"
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not prove"
 
 ## make prove       the full proof: every method, scheme and batch size on real prompts, and the long statistical tests
 prove: $(VENV)/.done

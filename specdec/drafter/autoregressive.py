@@ -8,6 +8,7 @@ with the rows of `specdec.drafter.unroll`. A method adds its modules: `fuse`, `s
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -213,42 +214,50 @@ class AutoregressiveDrafter(Drafter):
         """A pair for every token that was committed since the last call, of the rows that draft: position of each row's first
         pair, number of pairs, and their tokens and fused states, rows end to end. A prompt, all but its last pair, is processed
         here."""
-        assert context.hidden is not None
         start_B = context.length_B - 1
         count_B = np.zeros_like(start_B)
         hidden: list[Tensor] = []
-        tokens: list[Tensor] = []
-        for b in np.flatnonzero(draft_B):
-            fused_ND, token_N, start = self._row_pairs(context, int(b))
-            if len(fused_ND) > self.num_speculative_tokens + 1:
-                self._process(context.rows[b : b + 1], token_N[:-1], fused_ND[:-1], start)
+        tokens: list[np.ndarray] = []
+        for b, fused_ND in self.fused_rows(context, np.flatnonzero(draft_B)):
+            count = len(fused_ND)
+            ids = context.tokens(b)[-count:]
+            if count > self.num_speculative_tokens + 1:
+                self._process(context.rows[b : b + 1], ids[:-1], fused_ND[:-1], int(start_B[b]) - count)
                 fused_ND = fused_ND[-1:]
-                token_N = token_N[-1:]
-            count_B[b] = len(fused_ND)
+                ids = ids[-1:]
+                count = 1
+            count_B[b] = count
             hidden.append(fused_ND)
-            tokens.append(token_N)
-        return start_B - count_B, count_B, torch.cat(tokens), torch.cat(hidden)
+            tokens.append(ids)
+        return start_B - count_B, count_B, self._index(np.concatenate(tokens)), torch.cat(hidden)
 
-    def _row_pairs(self, context: Context, b: int) -> tuple[Tensor, Tensor, int]:
-        """Fused states and tokens of the pairs that row b has since the last call, and the position of the first."""
+    def fused_rows(self, context: Context, rows: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """(b, fused states of the pairs that row b of the batch has since the last call). Those of a step are fused together;
+        prompts, which are long, one by one.
+
+        rows: of the batch.
+        """
         assert context.hidden is not None
-        fused_ND = self.fuse(context.hidden[b])
-        token_N = self._index(context.tokens(b)[-len(fused_ND) :])
-        return fused_ND, token_N, int(context.length_B[b]) - 1 - len(fused_ND)
+        hidden = {int(b): context.hidden[b] for b in rows}
+        counts = [len(hidden_NTD) for hidden_NTD in hidden.values()]
+        if len(counts) > 1 and sum(counts) <= PREFILL_CHUNK:
+            yield from zip(hidden, self.fuse(torch.cat(list(hidden.values()))).split(counts), strict=True)
+        else:
+            yield from ((b, self.fuse(hidden_NTD)) for b, hidden_NTD in hidden.items())
 
-    def _process(self, row: np.ndarray, token_N: Tensor, fused_ND: Tensor, start: int) -> None:
-        """Write K and V of one row's pairs from position `start` on."""
+    def _process(self, row: np.ndarray, ids: np.ndarray, fused_ND: Tensor, start: int) -> None:
+        """Write K and V of one row's pairs, with these tokens, from position `start` on."""
         for a in range(0, len(fused_ND), PREFILL_CHUNK):
             hidden_ND = fused_ND[a : a + PREFILL_CHUNK]
-            embedding_ND = self.embed(token_N[a : a + PREFILL_CHUNK])
+            embedding_ND = self.embed(self._index(ids[a : a + PREFILL_CHUNK]))
             count = np.array([len(hidden_ND)])
             self.forward_pairs(row, embedding_ND, hidden_ND, np.array([start + a]), count, count - 1)
 
     @torch.inference_mode()
     def catch_up(self, context: Context) -> bool:
-        for b in range(len(context.rows)):
-            fused_ND, token_N, start = self._row_pairs(context, b)
-            self._process(context.rows[b : b + 1], token_N, fused_ND, start)
+        for b, fused_ND in self.fused_rows(context, range(len(context.rows))):
+            count = len(fused_ND)
+            self._process(context.rows[b : b + 1], context.tokens(b)[-count:], fused_ND, int(context.length_B[b]) - 1 - count)
         return True
 
     def forward_pairs(

@@ -247,8 +247,8 @@ class MTP(AutoregressiveDrafter):
         count_B = np.zeros_like(start_B)
         tokens: list[np.ndarray] = []
         hidden: list[Tensor] = []
-        for b in range(len(context.rows)):
-            fused_ND, start = self._with_last_states(context, b)
+        for b, fused_ND in self.fused_rows(context, range(len(context.rows))):
+            fused_ND, start = self._with_last_states(context, b, fused_ND)
             if not draft_B[b]:
                 continue
             ids = context.tokens(b)
@@ -285,12 +285,10 @@ class MTP(AutoregressiveDrafter):
             sampler.sample(self.draft_logits(state_ND[last_B]))
         return sampler.draft(draft_B)
 
-    def _with_last_states(self, context: Context, b: int) -> tuple[Tensor, int]:
+    def _with_last_states(self, context: Context, b: int, fused_ND: Tensor) -> tuple[Tensor, int]:
         """The states that later modules read again and those of row b since its last call; and the position of the first."""
-        assert context.hidden is not None
         row = int(context.rows[b])
         end = int(context.length_B[b]) - 1
-        fused_ND = self.fuse(context.hidden[b])
         if row in self.last_states:
             last_end, last_ND = self.last_states[row]
             num_again = len(last_ND) - (last_end - end + len(fused_ND))
@@ -302,8 +300,8 @@ class MTP(AutoregressiveDrafter):
     def catch_up(self, context: Context) -> bool:
         if len(self.mtp) == 1:
             return super().catch_up(context)
-        for b in range(len(context.rows)):
-            fused_ND, start = self._with_last_states(context, b)
+        for b, fused_ND in self.fused_rows(context, range(len(context.rows))):
+            fused_ND, start = self._with_last_states(context, b, fused_ND)
             self._process_settled(context.rows[b : b + 1], context.tokens(b), fused_ND[: 1 - len(self.mtp)], start)
         return True
 

@@ -671,11 +671,8 @@ def test_choosing(tmp_path: Path, cli: Cli) -> None:
     tokens = summary["runs"]["own"]["at"]["one"]
     assert tokens["wasted_share"] == 0
     assert tokens["mean_acceptance_length"] > 3
-    assert summary["runs"]["auto"]["num_speculative_tokens_said"] == "auto"
+    assert re.search(r"auto +auto up to \d+ ", done.out), "how many tokens are drafted"
     assert (out_dir / "choose.png").read_bytes().startswith(b"\x89PNG")
-    lines = [line for line in done.out.splitlines() if line.startswith("| ")]
-    assert len(lines) == 2 + 4, "a table for a README"
-    assert len({line.count("|") for line in lines}) == 1
     assert list(summary["fastest"]) == ["low", "high"]
     for line in summary["fastest"].values():
         assert line in " ".join(done.out.split())

@@ -57,7 +57,7 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
 SINGLE = ("eval/compare", "eval/report", "eval/prove", "eval/gpu", "train/bench")
 RESUMES = ("train/eagle", "train/mtp", "train/mlp", "train/pard", "train/draft_model", "train/extract", "eval/run")
 EVERY = pytest.mark.parametrize("name", HYDRA)
-FEW = ("experiment=tiny", "limit=2", "sampling.max_tokens=8", "baseline=false")
+FEW = ("model=tiny", "limit=2", "sampling.max_tokens=8", "baseline=false")
 
 
 def run(name: str, *arguments: object, cwd: Path) -> Any:
@@ -150,7 +150,7 @@ def test_a_directory_where_no_file_can_be_made_is_not_in_use() -> None:
 def test_weights_that_changed_under_their_name_are_another_run(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(hub.tiny("llama"), model)
-    what = ("experiment=tiny", f"model.path={model}", "limit=2", "sampling.max_tokens=4", f"out_dir={tmp_path / 'run'}")
+    what = (f"model.path={model}", "limit=2", "sampling.max_tokens=4", f"out_dir={tmp_path / 'run'}")
     assert run("eval/run", *what, cwd=tmp_path).code == 0
     assert run("eval/run", *what, "resume=true", cwd=tmp_path).code == 0
     shutil.rmtree(model)

@@ -58,17 +58,17 @@ def plain(max_tokens: int) -> SamplingParams:
 
 
 def of_every_method() -> list[Any]:
-    """Under `match` test_engine.py holds every method's tokens against plain decoding's, so here it is part of the long proof
-    but for drafters that are cheap."""
+    """In the long proof but for drafters that are cheap: every method under `match`, where test_engine.py holds its tokens
+    against plain decoding's, and greedy drafts under `block`, which does with them what `standard` does."""
     cheap = ("none", "custom_class", "draft_model", "ngram")
     return [
-        pytest.param(
-            *case.values, name, id=f"{case.id}-{name}",
-            marks=pytest.mark.prove if name == "match" and case.values[0][0] not in cheap else [],
-        )
+        pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=pytest.mark.prove if is_long else [])
         for case in methods()
         for name in schemes()
-    ]  # fmt: skip
+        for is_long in [
+            case.values[0][0] not in cheap and (name == "match" or (name == "block" and case.id.startswith("greedy")))
+        ]
+    ]
 
 
 @TIMES

@@ -37,7 +37,7 @@ def target() -> CausalLM:
 Case = tuple[str, dict[str, Any]]
 DRAFTING = [case for case in methods() if case.values[0][0] not in ("none", "extract_hidden_states")]
 WHAT = "num_speculative_tokens_per_batch_size"
-ROWS = 16  # enough that a step is cheap, few enough that policies draft
+ROWS = 32  # enough that a step is cheap, few enough that policies draft
 
 
 # ------------------------------------------------------------------------------------------- output is the target's

@@ -850,7 +850,7 @@ def breaks_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return breaking
 
 
-@pytest.mark.parametrize("where", ["propose", "verify", "forward"])
+@pytest.mark.parametrize("where", ["propose", pytest.param("verify", marks=pytest.mark.prove), "forward"])
 @METHODS
 def test_an_engine_that_is_cleared_goes_on(case: Case, where: str) -> None:
     """After an exception in the middle of things, and after a caller who lost interest."""
