@@ -37,8 +37,11 @@ def saved_figure(
         yield figure, axes
         temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
         with writing(path):
-            figure.savefig(temporary, dpi=110)
-            temporary.replace(path)
+            try:
+                figure.savefig(temporary, dpi=110)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 def method_color(name: str) -> str:
