@@ -34,7 +34,6 @@ NOT_RESUMED = {  # pages whose runs cannot go on, and why
     "profile_cost": "a profile takes a minute, and is not resumed",
     "bench": "a benchmark is not resumed",
 }
-_launched = False  # whether a script's command line is what chooses
 OmegaConf.register_new_resolver("target", command_line.target_name, replace=True)
 OmegaConf.register_new_resolver("run_dir", run_dir.default, replace=True)
 
@@ -49,8 +48,6 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
 
     Ends the program with one line for what is refused.
     """
-    global _launched
-    _launched = True
     if command_line.COMPLETION & set(sys.argv[1:]):
         _complete(page)
         return
@@ -67,13 +64,8 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
         fail(f"{mark.name}, line {mark.line + 1}: not YAML ({error.problem})" if mark else error)
     except (ValueError, RecursionError) as error:
         fail(error)
-    command = list(sys.argv)
-    if not any(word.startswith(("-", "hydra")) for word in command[1:]):
-        # a single run without options of Hydra's, whose own `main` would compose the config twice
-        with one_line(), _plain_errors():
-            run(_composed_record(page, command[1:]))
-        return
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here; Hydra would print several lines
+    command = list(sys.argv)
     sys.argv.append(f"hydra.job.name={Path(sys.argv[0]).stem}")
 
     def job(composed: DictConfig) -> None:
@@ -111,12 +103,8 @@ def compose(page: str, *words: str) -> Any:
         words = (*words, *words_of_checkpoint(words))
     with _plain_errors():
         settings = command_line.check(CONF, page, list(words), partial(_record, page))
-        return _composed_record(page, settings)
-
-
-def _composed_record(page: str, settings: list[str]) -> Any:
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return _record(page, hydra.compose(page, settings))
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            return _record(page, hydra.compose(page, settings))
 
 
 def words_of_checkpoint(words: Sequence[str] | None = None) -> list[str]:
@@ -148,7 +136,11 @@ def words_of_checkpoint(words: Sequence[str] | None = None) -> list[str]:
 def is_typed(key: str) -> bool:
     """Whether the command line chooses a value of a key, or an experiment, which may. Where there is none (`compose`), all
     values are chosen."""
-    return not _launched or any(command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment"))
+    from hydra.core.hydra_config import HydraConfig
+
+    return not HydraConfig.initialized() or any(
+        command_line.value_of(sys.argv[1:], name) is not None for name in (key, "experiment")
+    )
 
 
 def plain(record: BaseModel) -> dict[str, Any]:

@@ -37,11 +37,8 @@ def saved_figure(
         yield figure, axes
         temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
         with writing(path):
-            try:
-                figure.savefig(temporary, dpi=110)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            figure.savefig(temporary, dpi=110)
+            temporary.replace(path)
 
 
 def method_color(name: str) -> str:
