@@ -18,7 +18,7 @@ from specdec import __version__, script
 from specdec.files import folder
 
 EVAL = "eval"  # the name of eval/run.py here
-# bash replaces what follows the last of COMP_WORDBREAKS, which = is one of
+# of a word with a =, bash replaces what follows it (= is in COMP_WORDBREAKS)
 BASH_COMPLETION = """\
 _specdec() {
     local line=${COMP_LINE:0:COMP_POINT}
@@ -41,8 +41,10 @@ def main() -> None:
         if words == ["-sc", "install=bash"]:
             print(BASH_COMPLETION)
             return
+        if words[0] == "-sc" and words[1:] != ["query=bash"]:
+            raise ValueError(f"{' '.join(words)}: use -sc install=bash; the scripts of train/ and eval/ have zsh and fish too")
         if words == ["-sc", "query=bash"]:
-            for word in completions(os.environ["COMP_LINE"]):
+            for word in completions(os.environ.get("COMP_LINE", "")):
                 print(word)
             return
         path, rest = chosen(words)

@@ -355,7 +355,7 @@ def tiny(architecture: str = "llama", seed: int = 0) -> Path:
 
     model_type = _ALIAS.get(architecture, architecture)
     if model_type not in _TINY:
-        raise ValueError(f"unknown tiny architecture {architecture!r}; {nearest(architecture, [*TINY, 'trained'])}")
+        raise ValueError(f"unknown tiny architecture {architecture!r}; {nearest(architecture, TINY)}")
 
     def make(directory: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,6 +75,15 @@ def is_free(path: Path) -> bool:
         return True
     lock.release()
     return True
+
+
+@contextlib.contextmanager
+def released_at_end() -> Iterator[None]:
+    """What the block, or the function that this decorates, has locked does not stay locked, as it would in a notebook."""
+    try:
+        yield
+    finally:
+        release()
 
 
 def release() -> None:

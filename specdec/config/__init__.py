@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from yaml import MarkedYAMLError
 
 from specdec import hub, run_dir
+from specdec.checked import nearest
 from specdec.config import command_line, help
 from specdec.files import folder, write_atomically
 from specdec.script import fail, is_main_process, one_line
@@ -97,8 +98,11 @@ def compose(page: str, *words: str) -> Any:
     """
     from specdec.config import pages
 
-    if options := [word for word in words if word.startswith("-")]:
-        raise ValueError(f"{options[0]}: an option of the command line; give settings, key=value")
+    if page not in pages.PAGES:
+        raise ValueError(f"page {page!r}: there is none; {nearest(page, pages.PAGES)}")
+    for word in words:
+        if word.startswith("-") or re.match(r"\+*hydra\b", word):
+            raise ValueError(f"{word}: of the command line alone; give settings of the page, key=value")
     if issubclass(pages.PAGES[page], pages.Decoding):
         words = (*words, *words_of_checkpoint(words))
     with _plain_errors():

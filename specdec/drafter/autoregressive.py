@@ -231,19 +231,28 @@ class AutoregressiveDrafter(Drafter):
             tokens.append(ids)
         return start_B - count_B, count_B, self._index(np.concatenate(tokens)), torch.cat(hidden)
 
-    def fused_rows(self, context: Context, rows: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-        """(b, fused states of the pairs that row b of the batch has since the last call). Those of a step are fused together;
-        prompts, which are long, one by one.
+    def fused_rows(self, context: Context, places: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """(b, fused states of the pairs that the row at place b has since the last call). As many rows as have PREFILL_CHUNK
+        pairs are fused together; a longer prompt is alone.
 
-        rows: of the batch.
+        places: in the batch, ascending.
         """
         assert context.hidden is not None
-        hidden = {int(b): context.hidden[b] for b in rows}
-        counts = [len(hidden_NTD) for hidden_NTD in hidden.values()]
-        if len(counts) > 1 and sum(counts) <= PREFILL_CHUNK:
-            yield from zip(hidden, self.fuse(torch.cat(list(hidden.values()))).split(counts), strict=True)
-        else:
-            yield from ((b, self.fuse(hidden_NTD)) for b, hidden_NTD in hidden.items())
+        together: dict[int, Tensor] = {}
+        num_pairs = 0
+        for b in map(int, places):
+            if num_pairs + len(context.hidden[b]) > PREFILL_CHUNK and together:
+                yield from self._fused_together(together)
+                together = {}
+                num_pairs = 0
+            together[b] = context.hidden[b]
+            num_pairs += len(together[b])
+        if together:
+            yield from self._fused_together(together)
+
+    def _fused_together(self, hidden: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        fused_ND = self.fuse(torch.cat(list(hidden.values())) if len(hidden) > 1 else next(iter(hidden.values())))
+        return zip(hidden, fused_ND.split([len(hidden_NTD) for hidden_NTD in hidden.values()]), strict=True)
 
     def _process(self, row: np.ndarray, ids: np.ndarray, fused_ND: Tensor, start: int) -> None:
         """Write K and V of one row's pairs, with these tokens, from position `start` on."""

@@ -228,7 +228,7 @@ class RunningRates:
         self._seconds += step_seconds([stats])
 
     def __str__(self) -> str:
-        parts = [f"acceptance length {1 + self._accepted / self._drafts:.2f}"] if self._drafts else []
+        parts = [f"mean acceptance length {1 + self._accepted / self._drafts:.2f}"] if self._drafts else []
         parts += [f"{self._emitted / self._seconds:.3g} tokens/s"] if self._seconds else []
         return ", ".join(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec import config, method, rejection
+from specdec import config, lock, method, rejection
 from specdec.config.pages import Eval
 from specdec.engine import Engine
 from specdec.files import write_json
@@ -17,6 +17,7 @@ from specdec.model import distributed
 from specdec.model.target import choose_device
 
 
+@lock.released_at_end()
 def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
     """Decode as the config says. Returns what is in summary.json; {} in a process that does not write. quiet: no tables."""
     # everything that a typo can break comes before the weights

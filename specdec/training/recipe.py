@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from specdec import config, hub, method, rejection
+from specdec import config, hub, lock, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
@@ -95,6 +95,7 @@ class Recipe:
         return cls(drafter_class, architecture, init, objective)
 
 
+@lock.released_at_end()
 def run(cfg: Train, script: str) -> dict[str, Any]:
     """Train a drafter as the config says. script: the stem of the file in train/ that was started."""
     # everything that a typo can break comes before the weights

@@ -890,6 +890,8 @@ def test_a_run_from_python_is_that_of_the_command_line(tmp_path: Path, cli: Cli,
     assert config.plain(cfg) == read(tmp_path / "line" / "config.yaml") | {"out_dir": cfg.out_dir}
     assert outputs(tmp_path / "python") == outputs(tmp_path / "line")
     assert json.loads((tmp_path / "python" / "summary.json").read_text())["overall"] == summary["overall"]
+    shutil.rmtree(tmp_path / "python")
+    task_run.run(cfg, quiet=True)  # nothing of the first run is held
 
 
 @pytest.mark.parametrize(
@@ -897,10 +899,13 @@ def test_a_run_from_python_is_that_of_the_command_line(tmp_path: Path, cli: Cli,
     [
         (("methd=suffix",), "unknown key 'methd'; did you mean 'method'?"),
         (("method=ngram,suffix",), "several values are a sweep"),
-        (("-m", "method=ngram,suffix"), "-m: an option of the command line; give settings, key=value"),
+        (("-m", "method=ngram,suffix"), "-m: of the command line alone; give settings of the page, key=value"),
+        (("++hydra.run.dir=x",), "++hydra.run.dir=x: of the command line alone"),
         (("checkpoint=nowhere",), "checkpoint nowhere: no such directory"),
     ],
 )
 def test_what_the_command_line_refuses_is_refused_from_python(words: tuple[str, ...], error: str) -> None:
     with pytest.raises(ValueError, match=re.escape(error)):
         config.compose("eval", *words)
+    with pytest.raises(ValueError, match="page 'evl': there is none; did you mean 'eval'"):
+        config.compose("evl")

@@ -38,7 +38,7 @@ def test_progress_in_a_log_file_is_lines(monkeypatch: pytest.MonkeyPatch, capsys
         advance()
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == ["requests 1/3", "requests 2/3"]
-    assert lines[1].endswith("left 10 tokens/s")
+    assert lines[1].endswith("left, 10 tokens/s")
 
 
 def test_short_work_leaves_one_line_in_a_log_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -423,3 +423,16 @@ def test_means_over_categories_and_over_requests_are_not_the_pooled_one() -> Non
     table = run_report.tables(summary | {"busy": []}, "title")[0]
     cells = dict(zip(table.columns[0].cells, table.columns[2].cells, strict=True))
     assert (cells["all"], cells["mean of categories"], cells["mean of requests"]) == ("1.80", "2.62", "2.17")
+
+
+def test_running_rates_are_those_of_the_pooled_requests() -> None:
+    rates = stats.RunningRates()
+    assert str(rates) == ""
+    requests = [RequestStats(), RequestStats()]
+    requests[0].add(3, 2, 3, 0.1, 0.4, 1)
+    requests[0].add(0, 0, 1, 0.0, 0.5, 1)
+    requests[1].add(3, 0, 1, 0.1, 0.9, 2)
+    for each in requests:
+        rates.add(each)
+    length = stats.pool(requests)["mean_acceptance_length"]
+    assert str(rates) == f"mean acceptance length {length:.2f}, {stats.decode_tokens_per_s(requests):.3g} tokens/s"

@@ -54,8 +54,8 @@ def progress_line(task: Task) -> str:
     left = None if task.time_remaining is None else timedelta(seconds=int(task.time_remaining))
     parts = [f"{task.completed:.0f}{total}", str(timedelta(seconds=int(task.elapsed or 0)))]
     parts += [] if left is None else [f"{left} left"]
-    words = (task.description, ", ".join(parts), task.fields.get("note", ""))
-    return " ".join(word for word in words if word)
+    parts += [note] if (note := task.fields.get("note", "")) else []
+    return " ".join(word for word in (task.description, ", ".join(parts)) if word)
 
 
 @contextlib.contextmanager
@@ -104,7 +104,7 @@ def training_progress(
                 # of the first unrolled step: the sum, which is what is minimised, grows with every step more
                 "loss": next(iter(row.get("step_loss") or []), None),
                 "held out": next(iter(row.get("val_step_loss") or []), None),
-                "acceptance length": row.get("mean_acceptance_length"),
+                "mean acceptance length": row.get("mean_acceptance_length"),
             }
             for label, value in numbers.items():
                 if value is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from specdec import method
-from specdec.files import writing
 from specdec.params import PLAIN
 
 PLAIN_COLOR = "#444444"
@@ -36,9 +37,14 @@ def saved_figure(
             figure.suptitle(title)
         yield figure, axes
         temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
-        with writing(path):
+        try:
             figure.savefig(temporary, dpi=110)
             temporary.replace(path)
+        except OSError as error:
+            number = error.errno or errno.EIO
+            raise OSError(number, os.strerror(number), str(path)) from None
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def method_color(name: str) -> str:

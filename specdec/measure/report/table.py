@@ -94,7 +94,7 @@ def draft_length(run: Mapping[str, Any]) -> str:
     run: a summary's `num_speculative_tokens` and `speculative_config`.
     """
     longest = run["num_speculative_tokens"]
-    config = run["speculative_config"]
+    config = run.get("speculative_config", {})
     if not longest:
         return "-"
     if config.get("num_speculative_tokens") == "auto":
