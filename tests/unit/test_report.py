@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from specdec.measure.report import console
 from specdec.measure.report.table import fitted, new_table
+from specdec.measure.report.training import plot_training
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -46,3 +50,15 @@ def test_short_work_leaves_one_line_in_a_log_file(capsys: pytest.CaptureFixture[
         advance("ngram")
         advance("ngram")
     assert capsys.readouterr().err.startswith("ngram 2/2, 0:00:00")
+
+
+def test_the_plot_of_a_training_that_goes_on_shows_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first evaluation, too."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (drawn.append(figure), path.write_bytes(b"")))
+    rows = [{"step": step, "lr": 1e-3, "grad_norm": 1.0, "step_loss": [9.0 - step], "accuracy": [0.1]} for step in (1, 2)]
+    plot_training(rows, "eagle3", tmp_path / "train.png")
+    loss, accuracy, acceptance, _ = drawn[0].axes[:4]
+    assert list(loss.lines[0].get_ydata()) == [8.0, 7.0]
+    assert accuracy.lines
+    assert [text.get_text() for text in acceptance.texts] == ["no evaluation"]

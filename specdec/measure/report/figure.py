@@ -87,6 +87,6 @@ def log_scale(axis: Any, which: str) -> None:
     axis.tick_params(axis=which, which="minor", labelsize=8)
 
 
-def integer_ticks(axis: Any) -> None:
-    """Ticks of the x axis at whole numbers only."""
-    axis.xaxis.get_major_locator().set_params(integer=True)
+def integer_ticks(axis: Any, which: str = "x") -> None:
+    """Ticks at whole numbers only. which: "x" or "y"."""
+    getattr(axis, f"{which}axis").get_major_locator().set_params(integer=True)

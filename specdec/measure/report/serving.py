@@ -96,6 +96,7 @@ def _plot_occupancy(axis: Any, steps: list[dict[str, Any]]) -> None:
             axis.step(at_s, [0, *(step[key] for step in steps)], where="post", color=colour, label=key, linewidth=1)
         axis.legend(fontsize=8)
     axis.set_ylim(bottom=0)
+    integer_ticks(axis, "y")
     axis.set(xlabel="seconds", ylabel="requests", title="Requests in the engine")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from specdec.measure.report.figure import integer_ticks, saved_figure
+from specdec.measure.report.figure import integer_ticks, saved_figure, say_if_empty
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 
@@ -48,12 +48,12 @@ def _legend(axis: Any, loc: str = "best", ncols: int = 1) -> None:
 
 
 def _plot_by_unrolled_step(axis: Any, rows: Rows, key: str, title: str) -> None:
-    num_steps = max((len(row["val_accuracy"]) for row in rows if row.get("val_accuracy")), default=0)
+    num_steps = max((len(row.get(name) or []) for row in rows for name in ("accuracy", "val_accuracy")), default=0)
     for k in range(num_steps):
         _line(axis, rows, f"val_{key}", f"step {k + 1}, held out", k, marker="o", color=f"C{k}")
         _line(axis, rows, key, f"step {k + 1}, training", k, linewidth=1, color=f"C{k}", alpha=0.5)
     axis.set_title(title)
-    axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+    axis.set_ylim(0, 1.1 * max([0.1, *(y for line in axis.lines for y in line.get_ydata())]))
     axis.set_ylabel("nats" if key == "step_loss" else "share of supervised tokens")
     _legend(axis, ncols=2)
 
@@ -71,6 +71,7 @@ def _plot_acceptance(axis: Any, rows: Rows) -> None:
         right.set_ylim(0, 1)
         right.set_ylabel("share of drafts (dashed)")
         _legend(right, "upper right")
+    say_if_empty(axis, axis.lines, "no evaluation")
     _legend(axis, "upper left")
 
 
