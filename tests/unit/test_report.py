@@ -54,11 +54,11 @@ def test_short_work_leaves_one_line_in_a_log_file(capsys: pytest.CaptureFixture[
 
 def test_the_plot_of_a_training_that_goes_on_shows_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first evaluation, too."""
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (drawn.append(figure), path.write_bytes(b"")))
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (figures.append(figure), path.write_bytes(b"")))
     rows = [{"step": step, "lr": 1e-3, "grad_norm": 1.0, "step_loss": [9.0 - step], "accuracy": [0.1]} for step in (1, 2)]
     plot_training(rows, "eagle3", tmp_path / "train.png")
-    loss, accuracy, acceptance, _ = drawn[0].axes[:4]
+    loss, accuracy, acceptance, _ = figures[0].axes[:4]
     assert list(loss.lines[0].get_ydata()) == [8.0, 7.0]
     assert accuracy.lines
     assert [text.get_text() for text in acceptance.texts] == ["no evaluation"]
