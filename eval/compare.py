@@ -16,7 +16,6 @@ with script.one_line():
     from typing import Any
 
     from specdec import run_dir
-    from specdec.files import writing
     from specdec.measure import records
     from specdec.measure.report import compare as compare_report
     from specdec.measure.report import console, page
@@ -40,8 +39,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     runs = {str(path): read(path) for path in {path.resolve(): path for path in directories}.values()}
     if len(runs) < 2:
         raise ValueError(f"only {directories[0]} to compare; give two or more different directories")
-    if (out / run_dir.MARKER).exists():
-        raise ValueError(f"--out={out} is the directory of a run, which has a page of its own; give another one")
+    run_dir.check_report(out)
     for differing in compare_report.differences(runs):
         if not anyway:
             raise ValueError(f"{differing}; such runs do not compare; --anyway compares them nevertheless")
@@ -51,8 +49,7 @@ def compare(directories: list[Path], out: Path, anyway: bool) -> None:
     console.show(*compare_report.compare_tables(labelled), *compare_report.verdicts(labelled))
     console.show(*compare_report.notes(labelled))
     out.mkdir(parents=True, exist_ok=True)
-    with writing(out / "compare.png"):
-        plot = compare_report.plot_compare(labelled, out / "compare.png")
+    plot = compare_report.plot_compare(labelled, out / "compare.png")
     console.show(f"plot: {plot}")
     with_rows = {
         label: page.RunRecords(Path(name), runs[name], page.read_rows(Path(name)))  # a summary alone can be compared too

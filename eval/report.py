@@ -47,8 +47,7 @@ def report(directories: list[Path], out: Path | None) -> None:
         if any(is_training):
             raise ValueError(f"{directories[is_training.index(True)]}: a training run has a page of its own; give it alone")
         out = Path(run_dir.default("report")) if out is None else out
-        if (out / run_dir.MARKER).exists():
-            raise ValueError(f"--out={out} is the directory of a run, which has a page of its own; give another one")
+        run_dir.check_report(out)
         out.mkdir(parents=True, exist_ok=True)
         short = compare_report.short_names(map(str, directories))
         runs = {short[str(directory)]: page.read_run(directory) for directory in directories}

@@ -107,6 +107,12 @@ def check(out_dir: Path, resume: bool, resumes: bool = True) -> None:
         _check_files(out_dir, resume, resumes)
 
 
+def check_report(out: Path) -> None:
+    """Raise ValueError for a directory that is a run's own, which no report over several runs may write to."""
+    if (out / MARKER).exists():
+        raise ValueError(f"--out={out} is the directory of a run, which has a page of its own; give another one")
+
+
 def _check_files(out_dir: Path, resume: bool, resumes: bool) -> None:
     has_run = (out_dir / MARKER).exists()
     if has_run and not resume:
