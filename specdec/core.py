@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import tree
 from specdec.params import SamplingParams
 
 
@@ -53,9 +54,9 @@ class Draft:
     token_BK: int64, on the model's device; entries at or beyond the row's length are padding.
     length_B: int64, on the host, 0..K: lengths decide shapes, so reading them must not wait for a device.
     q_BKV: the exact distribution that each token was drawn from; None: deterministic (the distribution is one-hot).
-    parent_BK: int64, on the host: the place of each node's parent in the row's tree, before its own; -1: it follows the last
-        committed token. Nodes are ordered so that the first n are a good tree of that size. None: a chain, whose parents are
-        -1, 0, 1, ...
+    parent_BK: int64, on the host or the device: the place of each node's parent in the row's tree, before its own; -1: it
+        follows the last committed token. Nodes are ordered so that the first n are a good tree of that size; children of a
+        node that were drawn, in the order of drawing. None: a chain, whose parents are -1, 0, 1, ...
     confidence_BKF: float32, if the context asks for it: F numbers that say how likely each token is to be accepted, given that
         those before it are; a weighted sum of them models its log-odds. Of a distribution, the log-odds of its likeliest token,
         never of the one that was drawn: pruning by a drawn token's own value biases the output. 0 means that nothing is known.
@@ -79,15 +80,20 @@ class Draft:
         token_BK = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         return cls(token_BK, torch.zeros(num_rows, dtype=torch.int64))
 
+    def parents(self) -> np.ndarray:
+        """[B, K] parents of the nodes, on the host; of a chain -1, 0, 1, ..."""
+        return tree.chain(*self.token_BK.shape) if self.parent_BK is None else self.parent_BK.cpu().numpy()
+
     def check_tree(self, source: str) -> None:
         """Raise ValueError, one line, if a node's parent is not before it. source: what made the draft."""
         if self.parent_BK is not None:
-            place_K = torch.arange(self.parent_BK.shape[1])
-            is_wrong_BK = ((self.parent_BK < -1) | (self.parent_BK >= place_K)) & (place_K < self.length_B.unsqueeze(1))
+            parent_BK = self.parents()
+            place_K = np.arange(parent_BK.shape[1])
+            is_wrong_BK = ((parent_BK < -1) | (parent_BK >= place_K)) & (place_K < self.length_B.numpy()[:, None])
             if is_wrong_BK.any():
-                b, k = is_wrong_BK.nonzero()[0].tolist()
+                b, k = np.argwhere(is_wrong_BK)[0].tolist()
                 raise ValueError(
-                    f"{source}: node {k} of row {b} has parent {int(self.parent_BK[b, k])}; it must be -1 or a node before it"
+                    f"{source}: node {k} of row {b} has parent {parent_BK[b, k]}; it must be -1 or a node before it"
                 )
 
     def cut(self, length_B: np.ndarray) -> Draft:
@@ -294,9 +300,12 @@ class Context:
     token_RL: int64 on the host, committed tokens by cache row; `token_RL[rows[b], :length_B[b]]` are row b's.
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
     max_draft_B: [B] how many tokens may be drafted for the row, 1 to K.
+    max_depth_B: [B] how many tokens a path may have; of a chain this is no less than max_draft_B.
     last_token_B: int64 on the device, the last committed token.
     num_accepted_prev_B: [B] how many tokens of the row's last draft were accepted; K and V of its other tokens are stale.
     uniform_BK: float64 on the device, the request's own uniforms for drawing draft tokens, if `needs_uniforms`.
+    shares_noise: they are those that the target samples the positions with, which are drawn with `specdec.gumbel`.
+    stop_BV: on the host, which tokens end the row's request, if `drafts_trees`: their nodes need no children.
     hidden: row b's `[n, T, D]` states of the tokens committed since the last call, if the proposer has `hidden_layers`;
         their positions are `length_B[b] - 1 - n .. length_B[b] - 2`.
     logits_BV: the target's raw logits that the last token was chosen from, if `needs_logits`.
@@ -309,8 +318,11 @@ class Context:
     length_B: np.ndarray
     max_draft_B: np.ndarray
     last_token_B: Tensor
+    max_depth_B: np.ndarray | None = None
     num_accepted_prev_B: np.ndarray | None = None
     uniform_BK: Tensor | None = None
+    shares_noise: bool = False
+    stop_BV: np.ndarray | None = None
     hidden: list[Tensor] | None = None
     logits_BV: Tensor | None = None
     return_confidence: bool = False
@@ -324,9 +336,12 @@ class Context:
             token_RL=self.token_RL,
             length_B=self.length_B[place_B],
             max_draft_B=self.max_draft_B[place_B],
+            max_depth_B=None if self.max_depth_B is None else self.max_depth_B[place_B],
             last_token_B=self.last_token_B[at_B],
             num_accepted_prev_B=None if self.num_accepted_prev_B is None else self.num_accepted_prev_B[place_B],
             uniform_BK=None if self.uniform_BK is None else self.uniform_BK[at_B],
+            shares_noise=self.shares_noise,
+            stop_BV=None if self.stop_BV is None else self.stop_BV[place_B],
             hidden=None if self.hidden is None else [self.hidden[b] for b in place_B],
             logits_BV=None if self.logits_BV is None else self.logits_BV[at_B],
             return_confidence=self.return_confidence,
@@ -403,6 +418,7 @@ class Proposer(Protocol):
     hidden_layers: tuple[int, ...]  # target layers whose states it reads (ids as in vLLM: the input of layer i)
     needs_logits: bool  # the logits that the last token was chosen from
     needs_uniforms: bool  # uniforms to draw with
+    drafts_trees: bool  # num_speculative_tokens counts nodes, and paths are limited by max_depth_B alone
     num_confidence_features: int  # F of the confidence that its drafts can come with; 0: none
     component_names: tuple[str, ...]  # of the proposers that it is composed of, as in Draft.proposer_B; (): it is not composed
     cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time, if one does
@@ -503,6 +519,7 @@ class StatelessProposer:
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
     needs_uniforms = False
+    drafts_trees = False
     num_confidence_features = 0
     component_names: tuple[str, ...] = ()
     cost_proposer: Proposer | None = None

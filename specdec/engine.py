@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec import sampling
+from specdec import sampling, tree
 from specdec.core import (
     MAX_PENDING_STATES,
     Context,
@@ -43,13 +43,12 @@ from specdec.core import (
     Step,
     TokenLogprobs,
     check_proposer,
-    require_chain,
 )
 from specdec.model.device import Timer, free_memory
 from specdec.model.kv import CAUSAL, SlotCache, Tree, Visibility, pack_ragged, pad_ragged
 from specdec.model.target import CausalLM, Output
 from specdec.prompts import bad_words_token_ids
-from specdec.rejection import Verifier
+from specdec.rejection import Verifier, match
 from specdec.row_state import RowState
 from specdec.stop_rules import StopRules
 
@@ -201,7 +200,9 @@ class Engine:
         for request in requests:
             self.check(request)
         in_flight = len(requests) + len(self.waiting) + self.num_running
-        self._reserve(min(self.max_batch_size, in_flight), max(map(self.limit, requests), default=0))
+        # paths end at the limit, and the nodes beside them take slots too
+        num_nodes = self.proposer.num_speculative_tokens if self.proposer.drafts_trees else 0
+        self._reserve(min(self.max_batch_size, in_flight), max(map(self.limit, requests), default=0) + num_nodes)
 
     def add(self, *requests: Request) -> None:
         """Queue requests. All are checked before the first is taken."""
@@ -331,7 +332,10 @@ class Engine:
         """The draft that is verified of each row, and how many tokens more were drafted."""
         state = self.state
         # a step emits one token more than it accepts, so of n tokens that may still be emitted n - 1 can come from a draft
-        max_draft_B = np.minimum(state.max_draft_R[rows], state.max_len_R[rows] - state.length_R[rows] - 1)
+        max_depth_B = state.max_len_R[rows] - state.length_R[rows] - 1
+        max_draft_B = np.minimum(state.max_draft_R[rows], max_depth_B)
+        if self.proposer.drafts_trees:
+            max_draft_B = np.where(max_depth_B > 0, state.max_draft_R[rows], 0)
         # a policy may read measured times, so one process decides
         length_B = self.processes.broadcast(self.policy.draft_lengths(rows, max_draft_B))
         drafting = np.flatnonzero(length_B)
@@ -339,37 +343,54 @@ class Engine:
             self._catch_up_idle_rows(rows[(length_B == 0) & (max_draft_B > 0)])
         if not len(drafting):
             return self._empty_draft(len(rows)), np.zeros(len(rows), dtype=np.int64)
-        context = self._context(rows[drafting], length_B[drafting])
+        context = self._context(rows[drafting], length_B[drafting], max_depth_B[drafting])
         draft = self.proposer.propose(context)
-        if (draft.length_B.numpy() > context.max_draft_B).any():
-            raise ValueError(
-                f"{type(self.proposer).__name__}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows "
-                f"{context.max_draft_B.tolist()}"
-            )
+        self._check_size(draft, context)
         draft = self._agreed(draft).scatter_rows(drafting, len(rows))
         drafted_B = draft.length_B.numpy()
         state.num_accepted_prev_R[rows[drafting]] = 0  # of this draft, until the verdict says otherwise
         verified_B = self.processes.broadcast(self.policy.verify_lengths(rows, draft))
         return draft.cut(verified_B), drafted_B - verified_B
 
+    def _check_size(self, draft: Draft, context: Context) -> None:
+        name = type(self.proposer).__name__
+        if (draft.length_B.numpy() > context.max_draft_B).any():
+            raise ValueError(
+                f"{name}.propose drafted {draft.length_B.tolist()} tokens; max_draft_B allows {context.max_draft_B.tolist()}"
+            )
+        if draft.parent_BK is not None:
+            draft.check_tree(f"{name}.propose")
+            assert context.max_depth_B is not None
+            depth_B = tree.height(draft.parents(), draft.length_B.numpy())
+            if (depth_B > context.max_depth_B).any():
+                raise ValueError(
+                    f"{name}.propose drafted trees {depth_B.tolist()} deep; max_depth_B allows {context.max_depth_B.tolist()}"
+                )
+
     def _agreed(self, draft: Draft) -> Draft:
         """The first process's tokens. The others' are the same, unless a proposer of a user's own is not a pure function."""
         if self.processes.size == 1:
             return draft
-        require_chain(draft, f"decoding with {self.processes.size} processes")
         length_B = self.processes.broadcast(draft.length_B.numpy())
         width = int(length_B.max(initial=0))
         token_BK = F.pad(draft.token_BK, (0, width - draft.token_BK.shape[1]))  # a negative number cuts
         if width:
             token_BK = self.processes.broadcast_tensor(token_BK)
         finite_BK = None if draft.finite_BK is None else draft.finite_BK[:, :width]
-        return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B), finite_BK=finite_BK)
+        parent_BK = None
+        if draft.parent_BK is not None:
+            own_BK = draft.parents()[:, :width]
+            parent_BK = torch.from_numpy(
+                self.processes.broadcast(np.pad(own_BK, ((0, 0), (0, width - own_BK.shape[1])), constant_values=-1))
+            )
+        return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B), finite_BK=finite_BK, parent_BK=parent_BK)
 
     def _catch_up_idle_rows(self, idle: np.ndarray) -> None:
         """The proposer may process the states of rows that have drafted nothing for long."""
         rows = np.array([row for row in idle if self.state.num_pending(row) > MAX_PENDING_STATES], dtype=np.int64)
         if len(rows):
-            context = self._context(rows, np.zeros(len(rows), dtype=np.int64))
+            zeros_B = np.zeros(len(rows), dtype=np.int64)
+            context = self._context(rows, zeros_B, zeros_B)
             if not self.proposer.catch_up(context):
                 assert context.hidden is not None
                 for row, hidden_nTD in zip(rows, context.hidden, strict=True):
@@ -379,25 +400,32 @@ class Engine:
         draft = Draft.empty(num_rows, self.target.device)
         return replace(draft, proposer_B=[""] * num_rows) if self.proposer.component_names else draft
 
-    def _context(self, rows: np.ndarray, max_draft_B: np.ndarray) -> Context:
+    def _context(self, rows: np.ndarray, max_draft_B: np.ndarray, max_depth_B: np.ndarray) -> Context:
         state = self.state
         uniform_BK = None
         if self.proposer.needs_uniforms:
             column_K = np.arange(self.proposer.num_speculative_tokens)
             seed_B1 = state.seed_R[rows, None]
-            uniform_BK = state.to_device(sampling.uniforms(seed_B1, sampling.DRAFT, state.step_R[rows, None], column_K))
+            if self.verifier.shares_noise:  # those that the target samples the same positions with
+                index_BK = state.num_output(rows)[:, None] + column_K
+                uniform_BK = state.to_device(sampling.uniforms(seed_B1, sampling.VERIFY, index_BK, BONUS_COLUMN))
+            else:
+                uniform_BK = state.to_device(sampling.uniforms(seed_B1, sampling.DRAFT, state.step_R[rows, None], column_K))
         return Context(
             rows=rows,
             requests=state.requests(rows),
             token_RL=state.token_RL,
             length_B=state.length_R[rows],
             max_draft_B=max_draft_B,
+            max_depth_B=max_depth_B,
             last_token_B=state.last_token(rows),
             num_accepted_prev_B=state.num_accepted_prev_R[rows],
             uniform_BK=uniform_BK,
             hidden=state.pop_hidden(rows) if self.proposer.hidden_layers else None,
             logits_BV=None if state.logits_RV is None else state.logits_RV[state.to_device(rows)],
             return_confidence=self.policy.needs_confidence,
+            shares_noise=self.verifier.shares_noise,
+            stop_BV=self.stop_rules.stop_RV[rows] if self.proposer.drafts_trees else None,
         )
 
     # ---------------------------------------------------------------- forward
@@ -415,10 +443,13 @@ class Engine:
         start_R[rows] = length_B - 1
         count_R[rows] = count_B
         visibility: Visibility = CAUSAL
+        slot_RJ = None
         if draft.parent_BK is not None:
             parent_RJ = np.full((len(start_R), draft.token_BK.shape[1] + 1), -1, dtype=np.int64)
-            parent_RJ[rows, 1:] = draft.parent_BK.numpy() + 1
+            parent_RJ[rows, 1:] = draft.parents() + 1
             visibility = Tree(parent_RJ)
+            slot_RJ = start_R[:, None] + np.arange(parent_RJ.shape[1])
+            slot_RJ[rows, 1:] = length_B[:, None] + tree.slots(draft.parents(), draft.length_B.numpy())
         return self.target.forward(
             self.cache,
             pack_ragged(token_BJ, count_B),
@@ -426,6 +457,7 @@ class Engine:
             count_R,
             hidden_layers=self.proposer.hidden_layers,
             visibility=visibility,
+            slot_BM=slot_RJ,
         )
 
     # ---------------------------------------------------------------- verify
@@ -437,7 +469,7 @@ class Engine:
         if not self.processes.is_main:  # one process decides, and the others read its verdict
             zero_B = np.zeros(len(rows), dtype=np.int64)
             verdict = HostVerdict(zero_B, zero_B, draft.token_BK.cpu().numpy())
-        elif self.verifier.lossless and state.argmax_only_R[rows].all() and draft.parent_BK is None:
+        elif self.verifier.lossless and state.argmax_only_R[rows].all():
             verdict = self._verify_greedy(draft, logits_NV)
         else:
             verdict = self._verify_sampled(rows, draft, logits_NV)
@@ -501,11 +533,18 @@ class Engine:
         first_B = np.cumsum(count_B) - count_B
         if num_draft == 0:
             return HostVerdict(np.zeros(num_rows, dtype=np.int64), best_N, draft_BK)
+        worst_B = np.minimum.reduceat(best_N, first_B)  # one position that is not finite spoils the row's slots
+        if draft.parent_BK is not None:
+            best_BJ = best_N[first_B[:, None] + np.minimum(np.arange(num_draft + 1), count_B[:, None] - 1)]
+            host_draft = Draft(torch.from_numpy(draft_BK), draft.length_B, parent_BK=draft.parent_BK.cpu())
+            verdict = match.compare(host_draft, torch.from_numpy(best_BJ))
+            assert verdict.path_BK is not None
+            token_B = np.where(worst_B < 0, worst_B, verdict.token_B.numpy())
+            return HostVerdict(verdict.num_accepted_B.numpy(), token_B, draft_BK, verdict.path_BK.numpy())
         position_K = np.arange(num_draft)
         best_BK = best_N[first_B[:, None] + np.minimum(position_K, count_B[:, None] - 1)]
         differs_BK = (draft_BK != best_BK) | (position_K >= count_B[:, None] - 1)
         num_accepted_B = np.where(differs_BK.any(1), differs_BK.argmax(1), num_draft)
-        worst_B = np.minimum.reduceat(best_N, first_B)  # one position that is not finite spoils the row's slots
         return HostVerdict(num_accepted_B, np.where(worst_B < 0, worst_B, best_N[first_B + num_accepted_B]), draft_BK)
 
     def _refuse(self, rows: np.ndarray, draft: Draft, token_B: np.ndarray) -> None:
@@ -527,7 +566,6 @@ class Engine:
         raise ValueError(f"request {request.id}, after {length} tokens: {reason}")
 
     def _apply_penalties(self, rows: np.ndarray, draft: Draft, logits_BJV: Tensor) -> Tensor:
-        require_chain(draft, "a request with penalties, logit_bias, min_tokens, allowed_token_ids or bad_words")
         state = self.state
         prompt_BV = None
         output_BV = None
@@ -540,6 +578,7 @@ class Engine:
             output_BV,
             draft.token_BK,
             draft.length_B,
+            draft.parents(),
             state.num_output(rows),
             [self.stop_rules.stop_ids(request) for request in state.requests(rows)],
             [request.bad_words_token_ids for request in state.requests(rows)],
@@ -552,8 +591,9 @@ class Engine:
         state = self.state
         position_J = np.arange(draft.token_BK.shape[1] + 1)
         if self.verifier.keyed_by == "position":
-            require_chain(draft, "a scheme with uniforms by position")
-            index = state.num_output(rows)[:, None] + position_J
+            # nodes of one depth stand at one position; the last committed token is before all
+            depth_BJ = np.pad(tree.depths(draft.parents()) + 1, ((0, 0), (1, 0)))
+            index = state.num_output(rows)[:, None] + depth_BJ
             column = np.array(BONUS_COLUMN)
         else:
             index = state.step_R[rows, None]
@@ -603,7 +643,7 @@ class Engine:
         state.cached_R[rows] = length_B + count_B - 1
         state.step_R[rows] += 1
         if verdict.path_BK is not None:
-            self._move_accepted(rows, length_B, verdict, count_B)
+            self._move_accepted(rows, length_B, draft, verdict, count_B)
         if hidden_NTD is not None:
             hidden = hidden_NTD.split((draft.length_B + 1).tolist())
             for b, row in enumerate(rows):
@@ -649,15 +689,18 @@ class Engine:
         ids_NX, logprob_NX, rank_N = sampling.token_logprobs(logits_NV, self.state.to_device(token_N), num_top)
         return [TokenLogprobs(*each) for each in zip(ids_NX.tolist(), logprob_NX.tolist(), rank_N.tolist(), strict=True)]
 
-    def _move_accepted(self, rows: np.ndarray, length_B: np.ndarray, verdict: HostVerdict, count_B: np.ndarray) -> None:
+    def _move_accepted(
+        self, rows: np.ndarray, length_B: np.ndarray, draft: Draft, verdict: HostVerdict, count_B: np.ndarray
+    ) -> None:
         """K and V of a tree's accepted nodes go to the slots of their positions."""
-        node_N = np.concatenate([verdict.nodes(b, count) for b, count in enumerate(count_B)])
+        place_BJ = np.pad(tree.slots(draft.parents(), draft.length_B.numpy()) + 1, ((0, 0), (1, 0)))
+        place_N = np.concatenate([place_BJ[b, verdict.nodes(b, count)] for b, count in enumerate(count_B)])
         depth_N = np.concatenate([np.arange(count) for count in count_B])
         first_N = np.repeat(length_B - 1, count_B)
-        moves = node_N != depth_N
+        moves = place_N != depth_N
         row_N = np.repeat(rows, count_B)
         if moves.any():
-            moved = (row_N[moves], (first_N + node_N)[moves], (first_N + depth_N)[moves])
+            moved = (row_N[moves], (first_N + place_N)[moves], (first_N + depth_N)[moves])
             self.cache.move(*map(self.state.to_device, moved))
 
     def _record(

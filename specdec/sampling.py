@@ -6,10 +6,14 @@ uniforms depend neither on its batch mates nor on its row or the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import gumbel, tree
 from specdec.params import GREEDY_BELOW, SamplingParams
 
 # streams: uniforms that verify a draft must be independent of those that sampled it, and of those that seeds come from
@@ -126,6 +130,7 @@ def apply_penalties(
     output_BV: Tensor | None,
     draft_BK: Tensor,
     length_B: Tensor,
+    parent_BK: np.ndarray,
     num_output_B: np.ndarray,
     stop_ids: list[list[int]],
     bad_words: list[list[list[int]]] | None = None,
@@ -133,22 +138,25 @@ def apply_penalties(
 ) -> Tensor:
     """Constraints, bias, minimum length and penalties, for every verified position of every row, each with its own prefix.
 
-    The prefix of position j is the committed tokens and the draft tokens before j. The repetition penalty is that of CTRL
-    (Keskar et al. 2019) over prompt and output; presence and frequency count over the output.
+    The prefix of position 0 is the committed tokens; that of position j has the path to draft token j - 1, too. The repetition
+    penalty is that of CTRL (Keskar et al. 2019) over prompt and output; presence and frequency count over the output.
 
     logits_BJV: raw.
     params: of each row.
     prompt_BV, output_BV: how often each token is in the prompt and in the output so far (None if no row penalises).
     draft_BK: draft tokens.
     length_B: how many of them each row has, on the host.
+    parent_BK: of each of them, as in `Draft`; of a chain -1, 0, 1, ...
     num_output_B: output tokens so far.
     stop_ids: tokens of each row that `min_tokens` forbids.
     bad_words: token ids of each row's bad words (None if no row has any).
     outputs: with them, the output tokens so far of each row, on the host.
     """
     device = logits_BJV.device
-    num_positions = logits_BJV.shape[1]
+    num_rows, num_positions = logits_BJV.shape[:2]
     logits_BJV = logits_BJV.to(torch.float32, copy=True)
+    on_path_BJK = np.concatenate([np.zeros((num_rows, 1, num_positions - 1), dtype=bool), tree.on_path(parent_BK)], 1)
+    depth_BJ = on_path_BJK.sum(2)
 
     for b, p in enumerate(params):
         if p.logit_bias:
@@ -156,7 +164,9 @@ def apply_penalties(
             logits_BJV[b, :, ids] += torch.tensor(list(p.logit_bias.values()), device=device)
         num_missing = p.min_tokens - int(num_output_B[b])
         if num_missing > 0 and stop_ids[b]:
-            logits_BJV[b, :num_missing, torch.tensor(stop_ids[b], device=device)] = -torch.inf
+            is_short_J = torch.from_numpy(depth_BJ[b] < num_missing).to(device, non_blocking=True)
+            ids = torch.tensor(stop_ids[b], device=device)
+            logits_BJV[b, :, ids] = logits_BJV[b][:, ids].masked_fill(is_short_J.unsqueeze(1), -torch.inf)
         if p.allowed_token_ids is not None:
             ids = torch.tensor(p.allowed_token_ids, device=device)
             allowed_JA = logits_BJV[b][:, ids]
@@ -164,7 +174,7 @@ def apply_penalties(
             logits_BJV[b, :, ids] = allowed_JA
         if bad_words and bad_words[b]:
             assert outputs is not None
-            _forbid_words(logits_BJV[b], bad_words[b], outputs[b], draft_BK[b])
+            _forbid_words(logits_BJV[b], bad_words[b], outputs[b], draft_BK[b], on_path_BJK[b])
 
     if prompt_BV is None or output_BV is None:
         return logits_BJV
@@ -175,37 +185,41 @@ def apply_penalties(
     repetition = column([p.repetition_penalty for p in params])
     frequency = column([p.frequency_penalty for p in params])
     presence = column([p.presence_penalty for p in params])
-    output_BV = output_BV.clone()
+    # padding counts for nothing
+    on_path_BJK &= (np.arange(num_positions - 1) < length_B.numpy()[:, None])[:, None]
+    count_BJK = torch.from_numpy(on_path_BJK).to(device, output_BV.dtype)
     for j in range(num_positions):
-        if j:
-            counts = (j - 1 < length_B).to(device, output_BV.dtype).unsqueeze(-1)
-            output_BV.scatter_add_(-1, draft_BK[:, j - 1 : j] * counts, counts)  # padding counts for nothing
+        so_far_BV = output_BV.scatter_add(-1, draft_BK * count_BJK[:, j], count_BJK[:, j])
         logits = logits_BJV[:, j]
-        seen = (prompt_BV + output_BV) > 0
+        seen = (prompt_BV + so_far_BV) > 0
         logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-        logits_BJV[:, j] = logits - frequency * output_BV - presence * (output_BV > 0)
+        logits_BJV[:, j] = logits - frequency * so_far_BV - presence * (so_far_BV > 0)
     return logits_BJV
 
 
-def _forbid_words(logits_JV: Tensor, words: list[list[int]], output: np.ndarray, draft_K: Tensor) -> None:
+def _forbid_words(
+    logits_JV: Tensor, words: list[list[int]], output: np.ndarray, draft_K: Tensor, on_path_JK: np.ndarray
+) -> None:
     """The last token of each word gets -inf where the tokens before it are the word's others. In place.
 
     words: token ids.
     output: output tokens so far; the prompt's do not count, as in vLLM.
+    on_path_JK: which draft tokens come before each position.
     """
     device = logits_JV.device
-    num_positions = len(logits_JV)
     longest = max(map(len, words)) - 1
     tail = output[len(output) - min(longest, len(output)) :]
     padded = np.concatenate([np.full(longest - len(tail), -1), tail])  # -1: no token
     text = torch.cat([torch.from_numpy(padded).to(device, non_blocking=True), draft_K])
+    place = np.arange(longest)
+    last_JN = [np.concatenate([place, longest + np.flatnonzero(path_K)])[path_K.sum() :] for path_K in on_path_JK]
+    before_JN = text[torch.from_numpy(np.stack(last_JN)).to(device, non_blocking=True)]  # the last tokens before each position
     for word in words:
         length = len(word) - 1
         if not length:
             logits_JV[:, word[-1]] = -torch.inf
             continue
-        before_JN = text[longest - length :].unfold(0, length, 1)[:num_positions]
-        completes_J = (before_JN == torch.tensor(word[:-1], device=device)).all(-1)
+        completes_J = (before_JN[:, longest - length :] == torch.tensor(word[:-1], device=device)).all(-1)
         logits_JV[:, word[-1]].masked_fill_(completes_J, -torch.inf)
 
 
@@ -226,19 +240,38 @@ def token_logprobs(logits_NV: Tensor, token_N: Tensor, num_top: int) -> tuple[np
     return host[:, :width].astype(np.int64), host[:, width : 2 * width], host[:, -1].astype(np.int64)
 
 
-def sample(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def sample(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    uniform_B: Tensor | None,
+    to_target_vocab: Callable[..., Any] | None = None,
+    shares_noise: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """How every drafter samples: [B] tokens, their distribution [B, V], and the largest logits (see `finite`).
 
-    uniform_B: by inverse CDF from softmax(logits / T); None: the argmax at every temperature, whose distribution is one-hot and
-        not returned.
+    uniform_B: draws from softmax(logits / T); None: the argmax at every temperature, whose distribution is one-hot and not
+        returned.
+    to_target_vocab: maps tokens and distributions over a draft vocabulary to the target's.
+    shares_noise: draw with Gumbel noise, that of the target's tokens; else by inverse CDF.
     """
     max_B, argmax_B = logits_BV.max(-1)  # the first of equals, as argmax; which is slow in bfloat16 on a CPU
-    if uniform_B is None:
-        return argmax_B, None, max_B
+    q_BV = None
+    token_B = argmax_B
+    if uniform_B is not None:
+        q_BV = draft_distribution(logits_BV, temperature_B, argmax_B)
+        token_B = argmax_B if shares_noise else inverse_cdf(q_BV, uniform_B)
+    if to_target_vocab is not None:
+        token_B, q_BV = to_target_vocab(token_B, q_BV)
+    if shares_noise and q_BV is not None and uniform_B is not None:
+        token_B = gumbel.first(q_BV, uniform_B)[:, 0]
+    return token_B, q_BV, max_B
+
+
+def draft_distribution(logits_BV: Tensor, temperature_B: Tensor, argmax_B: Tensor) -> Tensor:
+    """[B, V] softmax(logits / T); at temperature 0 one-hot."""
     temperature_B1 = temperature_B.unsqueeze(1)
     tempered_BV = logits_BV.float() / temperature_B1.clamp(min=GREEDY_BELOW)
-    q_BV = torch.where(temperature_B1 < GREEDY_BELOW, one_hot(argmax_B, logits_BV.shape[-1]), tempered_BV.softmax(-1))
-    return inverse_cdf(q_BV, uniform_B), q_BV, max_B
+    return torch.where(temperature_B1 < GREEDY_BELOW, one_hot(argmax_B, logits_BV.shape[-1]), tempered_BV.softmax(-1))
 
 
 def share_log_odds(count: np.ndarray, total: np.ndarray) -> np.ndarray:

@@ -23,8 +23,9 @@ from specdec.core import Context, Draft
 from specdec.drafter import unroll
 from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
+from specdec.drafter.tree import Level, TreePlan
 from specdec.model.attention import Attention, SlotAttention
-from specdec.model.kv import ForwardBatch, SlotCache, pack_ragged
+from specdec.model.kv import CAUSAL, ForwardBatch, SlotCache, pack_ragged
 from specdec.model.target import CausalLM
 
 PREFILL_CHUNK = 512
@@ -183,13 +184,13 @@ class AutoregressiveDrafter(Drafter):
     # ---------------------------------------------------------------- drafting
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return self.cache.bytes_to_grow(rows, slots)
+        return self.cache.bytes_to_grow(rows, slots + self.num_tree_slots)
 
     def wipe(self) -> None:
         self.cache.wipe()
 
     def reserve(self, rows: int, slots: int) -> None:
-        self.cache.reserve(rows, slots)
+        self.cache.reserve(rows, slots + self.num_tree_slots)
         super().reserve(rows, slots)
 
     @torch.inference_mode()
@@ -198,6 +199,8 @@ class AutoregressiveDrafter(Drafter):
         if not draft_B.any():
             return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, count_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
+        if self.tree is not None:
+            return self._propose_tree(self.tree, context, draft_B, start_B, count_B, token_N, hidden_ND)
         sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             last_N = (np.cumsum(count_B) - 1).clip(0)
@@ -209,6 +212,35 @@ class AutoregressiveDrafter(Drafter):
             token_N = pack_ragged(token_B.unsqueeze(1), count_B)
             hidden_ND = pack_ragged(feedback_BD.unsqueeze(1), count_B)
         return sampler.draft(draft_B)
+
+    def _propose_tree(
+        self,
+        plan: TreePlan,
+        context: Context,
+        draft_B: np.ndarray,
+        start_B: np.ndarray,
+        count_B: np.ndarray,
+        token_N: Tensor,
+        hidden_ND: Tensor,
+    ) -> Draft:
+        """The nodes of a level are pairs too: a node's token, and the state that drafted it."""
+        last_N = (np.cumsum(count_B) - 1).clip(0)
+        state_ND, feedback_ND = self.forward_pairs(context.rows, self.embed(token_N), hidden_ND, start_B, count_B, last_N)
+        count_before_B = np.ones_like(count_B)
+        prefix_B = start_B + count_B
+
+        def expand(level: Level) -> Tensor:
+            nonlocal feedback_ND, count_before_B
+            above_ND = feedback_ND[self._index(level.parent_place(count_before_B))]
+            embedding_ND = self.embed(self._index(level.token_N))
+            all_N = np.arange(len(embedding_ND))
+            state_ND, feedback_ND = self.forward_pairs(
+                context.rows, embedding_ND, above_ND, prefix_B, level.count_B, all_N, level=level
+            )
+            count_before_B = level.count_B
+            return self.draft_logits(state_ND)
+
+        return self.grower(plan, context, draft_B).grow(self.draft_logits(state_ND), expand)
 
     def pending_pairs(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
         """A pair for every token that was committed since the last call, of the rows that draft: position of each row's first
@@ -277,6 +309,7 @@ class AutoregressiveDrafter(Drafter):
         start_B: np.ndarray,
         count_B: np.ndarray,
         output_at: np.ndarray,
+        level: Level | None = None,
         **module: int,
     ) -> tuple[Tensor, Tensor]:
         """Process pairs: states [len(output_at), D] for the output layer, and those that the next step reads.
@@ -285,21 +318,25 @@ class AutoregressiveDrafter(Drafter):
         embedding_ND, hidden_ND: of the pairs, rows end to end.
         start_B, count_B: position of each row's first pair, and number of its pairs.
         output_at: indices of the pairs whose states are returned.
+        level: of a tree, whose nodes the pairs are; None: they continue the row.
         module: which of the method's modules, if it has several.
         """
-        batch = self.batch(rows, start_B, count_B, output_at)
+        batch = self.batch(rows, start_B, count_B, output_at, level)
         step: Any = self.step
         state_ND, feedback_ND = step(embedding_ND, hidden_ND, batch.position_N, SlotAttention(batch), **module)
         return state_ND[batch.logits_at_N], feedback_ND[batch.logits_at_N]
 
-    def batch(self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray, output_at: np.ndarray) -> ForwardBatch:
+    def batch(
+        self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray, output_at: np.ndarray, level: Level | None = None
+    ) -> ForwardBatch:
         """The forward of these rows; the rows between them take part with no tokens."""
         first = int(rows[0])
         start_R = np.zeros(int(rows[-1]) + 1 - first, dtype=np.int64)
         count_R = np.zeros_like(start_R)
         start_R[rows - first] = start_B
         count_R[rows - first] = count_B
-        return ForwardBatch(self.cache, first, start_R, count_R, logits_at_N=output_at)
+        visibility = CAUSAL if level is None else level.visibility(rows - first, len(start_R))
+        return ForwardBatch(self.cache, first, start_R, count_R, visibility, logits_at_N=output_at)
 
     # ---------------------------------------------------------------- training
 

@@ -21,6 +21,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
 from specdec.drafter.trainable import UnrolledDrafter
+from specdec.drafter.tree import Grower, TreePlan
 from specdec.model import fused, packed_linear
 from specdec.model.target import CausalLM
 
@@ -88,6 +89,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
     draft_sample_method: `greedy` (argmax at every temperature) or `probabilistic` (sampled at the request's temperature, the
         distribution reported).
     max_model_len: positions that a row may take, beyond which it is not drafted for.
+    tree_topk, tree_depth, tree_builder, speculative_token_tree: of trees, `specdec.drafter.tree`.
     """
 
     name: str
@@ -107,6 +109,10 @@ class Drafter(StatelessProposer, UnrolledDrafter):
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
         revision: str | None = None,
+        tree_topk: int | None = None,
+        tree_depth: int | None = None,
+        tree_builder: str | None = None,
+        speculative_token_tree: str | list[list[int]] | None = None,
     ):
         super().__init__()
         check_drafting(num_speculative_tokens, draft_sample_method)
@@ -117,6 +123,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
         target.check_shared_parts()
         self.target = target
         self.num_speculative_tokens = num_speculative_tokens
+        self.chain_length = num_speculative_tokens if tree_topk is None and speculative_token_tree is None else 0
         self.probabilistic = draft_sample_method == "probabilistic"
         self.needs_uniforms = self.probabilistic
         self.max_model_len = max_model_len or target.max_model_len
@@ -143,6 +150,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
             native.fill(self, checkpoint)
             self._check_vocabulary(checkpoint.name)
         self.to(target.device)
+        self.set_tree(tree_topk, tree_depth, tree_builder, speculative_token_tree)
         self.prepare()
 
     @classmethod
@@ -258,9 +266,13 @@ class Drafter(StatelessProposer, UnrolledDrafter):
     def draft_sampler(self, context: Context) -> DraftSampler:
         return DraftSampler(context, self.probabilistic, self.to_target_vocab)
 
+    def grower(self, plan: TreePlan, context: Context, draft_B: np.ndarray) -> Grower:
+        """draft_B: most nodes of a path of each row."""
+        return Grower(plan, context, draft_B, self.probabilistic, self.to_target_vocab)
+
     def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. Pair i has position i, and the last of K draft tokens needs pair length + K - 3."""
-        return np.minimum(context.max_draft_B, np.clip(self.max_model_len + 2 - context.length_B, 0, None))
+        return np.minimum(self.path_limit(context), np.clip(self.max_model_len + 2 - context.length_B, 0, None))
 
     def reserve(self, rows: int, slots: int) -> None:
         """Make room, and end training: see `freeze`."""
@@ -379,11 +391,11 @@ class DraftSampler:
     def sample(self, logits_BV: Tensor) -> Tensor:
         """[B] the next token of every row."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
-        token_B, q_BV, max_logit_B = sampling.sample(logits_BV, self.temperature_B, uniform_B)
+        token_B, q_BV, max_logit_B = sampling.sample(
+            logits_BV, self.temperature_B, uniform_B, self.to_target_vocab, self.context.shares_noise
+        )
         if self.context.return_confidence:
             self.log_odds.append(sampling.log_odds(logits_BV, self.temperature_B))
-        if self.to_target_vocab is not None:
-            token_B, q_BV = self.to_target_vocab(token_B, q_BV)
         self.tokens.append(token_B)
         self.max_logits.append(max_logit_B)
         self.probs.append(q_BV)

@@ -27,6 +27,7 @@ from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import UnrolledDrafter
+from specdec.drafter.tree import Grower, Level, TreePlan
 
 
 class BlockObjective(Checked):
@@ -86,6 +87,8 @@ class BlockDrafter(UnrolledDrafter):
     """Drafting and training of a drafter that drafts a block in one pass. A method names it before its family, as in
     `class PEagle(BlockDrafter, Eagle3)`, and adds `block_logits`."""
 
+    tree_builder = "best_first"
+
     def block_logits(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
         """One forward over committed entries and masks: logits of the layout's queries, [N, draft vocabulary]."""
         raise NotImplementedError
@@ -99,6 +102,8 @@ class BlockDrafter(UnrolledDrafter):
         if not draft_B.any():
             return Draft.empty(len(context.rows), context.last_token_B.device)
         logits_NV, layout = self.block_logits(context, draft_B)
+        if self.tree is not None:
+            return self._tree_of(self.tree, context, draft_B, logits_NV)
         row_N = torch.from_numpy(layout.draft_row_N).to(logits_NV.device, non_blocking=True)
         position_N = torch.from_numpy(layout.draft_position_N).to(logits_NV.device, non_blocking=True)
         temperature_N = context.temperature_B[row_N]
@@ -106,8 +111,9 @@ class BlockDrafter(UnrolledDrafter):
         if self.probabilistic:
             assert context.uniform_BK is not None
             uniform_N = context.uniform_BK[row_N, position_N]
-        token_N, q_NV, max_logit_N = sampling.sample(logits_NV, temperature_N, uniform_N)
-        token_N, q_NV = self.to_target_vocab(token_N, q_NV)
+        token_N, q_NV, max_logit_N = sampling.sample(
+            logits_NV, temperature_N, uniform_N, self.to_target_vocab, context.shares_noise
+        )
 
         def padded(x_N: Tensor, fill: bool | int = 0) -> Tensor:
             """[B, K, ...]"""
@@ -125,12 +131,22 @@ class BlockDrafter(UnrolledDrafter):
             finite_BK=padded(sampling.finite(max_logit_N), fill=True),
         )
 
+    def _tree_of(self, plan: TreePlan, context: Context, draft_B: np.ndarray, logits_NV: Tensor) -> Draft:
+        """Whatever a node is, what follows it depends on its depth alone."""
+        first_B = np.cumsum(draft_B) - draft_B
+
+        def logits_of(level: Level) -> Tensor:
+            return logits_NV[self._index(first_B[level.row_N] + level.depth + 1)]
+
+        first_NV = logits_NV[self._index(first_B.clip(max=len(logits_NV) - 1))]
+        grower = Grower(plan, context, draft_B, self.probabilistic, self.to_target_vocab)
+        return grower.grow(first_NV, logits_of)
+
     def limit_drafts(self, num_depths: int | None, name: str) -> None:
         """Drafts are not longer than those that the drafter was trained for; None: not known. Raises ValueError."""
-        if num_depths is not None and self.num_speculative_tokens > num_depths:
+        if num_depths is not None and self.chain_length > num_depths:
             raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens} is over the {num_depths} that {name} was trained for; "
-                "lower it"
+                f"num_speculative_tokens={self.chain_length} is over the {num_depths} that {name} was trained for; lower it"
             )
         self.max_draft_tokens = num_depths
 
@@ -138,9 +154,9 @@ class BlockDrafter(UnrolledDrafter):
 
     def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         super().for_training(objective, init, feature_sample, warm_start)
-        if self.num_speculative_tokens > objective.num_depths:
+        if self.chain_length > objective.num_depths:
             raise ValueError(
-                f"method.num_speculative_tokens={self.num_speculative_tokens}, which decodes while training, is over "
+                f"method.num_speculative_tokens={self.chain_length}, which decodes while training, is over "
                 f"train.objective.num_depths={objective.num_depths}; lower it"
             )
         self.config = self.config | {"num_depths": objective.num_depths}

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from specdec.checked import Checked
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, MethodFacts
-from specdec.drafter import losses, unroll
+from specdec.drafter import losses, tree, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import LossSums, RowSums, Teacher
+from specdec.drafter.tree import TreePlan
 from specdec.model.target import CausalLM
 
 
@@ -110,7 +111,42 @@ class UnrolledDrafter(nn.Module):
     shared: dict[str, Any]  # frozen parts of the target, and what follows from a config: not registered
     label_offset: ClassVar[int] = 2
     num_speculative_tokens: int
-    max_draft_tokens: int | None = None  # of a draft, if the checkpoint limits it
+    chain_length: int  # most tokens of a draft that is a chain; 0: drafts are trees
+    max_draft_tokens: int | None = None  # of a draft, if the checkpoint limits it; of a tree's paths
+    tree_builder: ClassVar[str] = "beam"
+    tree: TreePlan | None = None  # None: drafts are chains
+
+    def set_tree(
+        self,
+        tree_topk: int | None,
+        tree_depth: int | None,
+        tree_builder: str | None,
+        speculative_token_tree: str | list[list[int]] | None,
+    ) -> None:
+        """Draft trees, if the settings are of some. Raises ValueError, one line."""
+        self.tree = tree.plan(
+            self.num_speculative_tokens,
+            tree_topk,
+            tree_depth,
+            tree_builder,
+            speculative_token_tree,
+            self.tree_builder,
+            self.probabilistic,
+            self.max_draft_tokens,
+        )
+        self.drafts_trees = self.tree is not None
+
+    @property
+    def num_tree_slots(self) -> int:
+        """Slots that a tree takes in the drafter's cache."""
+        return 0 if self.tree is None else self.tree.num_expanded
+
+    def path_limit(self, context: Context) -> np.ndarray:
+        """[B] most tokens that one after the other may be drafted for each row."""
+        if self.tree is None:
+            return context.max_draft_B
+        assert context.max_depth_B is not None
+        return np.minimum(context.max_depth_B, self.tree.depth)
 
     def draft_up_to(self, num_tokens: int) -> None:
         """Draft that many tokens from now on, or as many as the checkpoint allows."""
@@ -119,7 +155,7 @@ class UnrolledDrafter(nn.Module):
     # ---------------------------------------------------------------- what a family adds
 
     def draft_lengths(self, context: Context) -> np.ndarray:
-        """[B] how many tokens to draft for each row."""
+        """[B] how many tokens to draft for each row, one after the other."""
         raise NotImplementedError
 
     def to_target_vocab(self, token_N: Tensor, q_NV: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -180,7 +180,7 @@ def build(name: str, target: CausalLM, **kwargs: Any) -> Proposer:
 
 def build_up_to(num_speculative_tokens: int, name: str, target: CausalLM, **kwargs: Any) -> Proposer:
     """As `build`, for drafts of that many tokens; of fewer, if the drafter was made for fewer."""
-    if not is_trained(name):
+    if not is_trained(name) or kwargs.keys() & {"tree_topk", "speculative_token_tree"}:
         return build(name, target, num_speculative_tokens=num_speculative_tokens, **kwargs)
     drafter: Any = build(name, target, num_speculative_tokens=1, **kwargs)
     drafter.draft_up_to(num_speculative_tokens)

@@ -31,9 +31,10 @@ from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import OneStepObjective, UnrolledDrafter
+from specdec.drafter.tree import Grower, Level, TreePlan
 from specdec.model.contract import decoder_of
 from specdec.model.distributed import SINGLE
-from specdec.model.kv import pack_ragged
+from specdec.model.kv import CAUSAL, pack_ragged
 from specdec.model.target import CausalLM, load_weights, longrope_limit, scale_logits
 
 PREFILL_CHUNK = 512
@@ -107,6 +108,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     use_heterogeneous_vocab: the vocabularies may differ, and tokens that both have are drafted.
     draft_tensor_parallel_size: 1 (each of the target's processes holds the full drafter) or the target's (it is sharded like
         the target, the default).
+    tree_topk, tree_depth, tree_builder, speculative_token_tree: of trees, `specdec.drafter.tree`.
     """
 
     name = "draft_model"
@@ -134,6 +136,10 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         revision: str | None = None,
         use_heterogeneous_vocab: bool = False,
         draft_tensor_parallel_size: int | None = None,
+        tree_topk: int | None = None,
+        tree_depth: int | None = None,
+        tree_builder: str | None = None,
+        speculative_token_tree: str | list[list[int]] | None = None,
     ):
         super().__init__()
         check_drafting(num_speculative_tokens, draft_sample_method)
@@ -141,8 +147,10 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         self.shared = {}
         self.objective = self.objective_type()
         self.num_speculative_tokens = num_speculative_tokens
+        self.chain_length = num_speculative_tokens if tree_topk is None and speculative_token_tree is None else 0
         self.probabilistic = draft_sample_method == "probabilistic"
         self.needs_uniforms = self.probabilistic
+        self.set_tree(tree_topk, tree_depth, tree_builder, speculative_token_tree)
         self.vocabulary: shared_vocab.SharedVocab | None = None
         if isinstance(model, Checkpoint):
             if use_heterogeneous_vocab:
@@ -171,10 +179,10 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     # ---------------------------------------------------------------- drafting
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return self.cache.bytes_to_grow(rows, slots)
+        return self.cache.bytes_to_grow(rows, slots + self.num_tree_slots)
 
     def reserve(self, rows: int, slots: int) -> None:
-        self.cache.reserve(rows, slots)
+        self.cache.reserve(rows, slots + self.num_tree_slots)
 
     def on_start(self, row: int, request: Request) -> None:
         ids = np.asarray(request.prompt_token_ids[: self.max_model_len], dtype=np.int64)
@@ -198,6 +206,8 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         start_B, uncached = self.uncached_tokens(context, draft_B)
         count_B = np.array([len(tokens) for tokens in uncached])
         token_N = torch.from_numpy(np.concatenate(uncached)).to(context.last_token_B.device, non_blocking=True)
+        if self.tree is not None:
+            return self._propose_tree(self.tree, context, draft_B, token_N, start_B, count_B)
         sampler = DraftSampler(context, self.probabilistic, self.to_target_vocab)
         for k in range(int(draft_B.max())):
             # the logits of a row without tokens are not read
@@ -210,10 +220,26 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
             self.cached_R[rows[b]] = int(context.length_B[b]), int(draft_B[b] - 1)
         return sampler.draft(draft_B)
 
+    def _propose_tree(
+        self, plan: TreePlan, context: Context, draft_B: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray
+    ) -> Draft:
+        """Nodes that are accepted are processed again, as committed tokens."""
+        last_N = (np.cumsum(count_B) - 1).clip(0)
+        logits_BV = self.forward_tokens(context.rows, token_N, start_B, count_B, last_N)
+
+        def expand(level: Level) -> Tensor:
+            node_N = self.to_draft_ids(self._index(level.token_N))
+            all_N = np.arange(len(node_N))
+            return self.forward_tokens(context.rows, node_N, start_B + count_B, level.count_B, all_N, level)
+
+        for b in np.flatnonzero(draft_B):
+            self.cached_R[context.rows[b]] = int(context.length_B[b]), 0
+        return Grower(plan, context, draft_B, self.probabilistic, self.to_target_vocab).grow(logits_BV, expand)
+
     def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row at the end of its context drafts
         fewer, then none."""
-        return np.minimum(context.max_draft_B, np.clip(self.max_model_len - context.length_B + 1, 0, None))
+        return np.minimum(self.path_limit(context), np.clip(self.max_model_len - context.length_B + 1, 0, None))
 
     def uncached_tokens(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of the rows that draft, the committed tokens that the cache lacks (one or two for most rows), and where they begin.
@@ -229,19 +255,28 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         ]
 
     def forward_tokens(
-        self, rows: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray, logits_at_N: np.ndarray
+        self,
+        rows: np.ndarray,
+        token_N: Tensor,
+        start_B: np.ndarray,
+        count_B: np.ndarray,
+        logits_at_N: np.ndarray,
+        level: Level | None = None,
     ) -> Tensor:
         """Logits [len(logits_at_N), V]; where vocabularies differ, of the shared tokens only.
 
         token_N: the rows' tokens end to end.
         start_B, count_B: position of each row's first token, and how many there are.
         logits_at_N: places among the tokens, whose logits are wanted.
+        level: of a tree, whose nodes the tokens are; None: they continue the row.
         """
         start_R = np.zeros(rows[-1] + 1, dtype=np.int64)
         count_R = np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows] = start_B
         count_R[rows] = count_B
-        logits_NV = self.model.forward(self.cache, token_N, start_R, count_R, logits_at_N=logits_at_N).logits
+        visibility = CAUSAL if level is None else level.visibility(rows, len(start_R))
+        output = self.model.forward(self.cache, token_N, start_R, count_R, logits_at_N=logits_at_N, visibility=visibility)
+        logits_NV = output.logits
         return logits_NV if self.vocabulary is None else self.vocabulary.shared_logits(logits_NV)
 
     def to_draft_ids_host(self, target_ids: np.ndarray) -> np.ndarray:

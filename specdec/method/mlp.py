@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -22,6 +23,7 @@ from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
+from specdec.drafter.tree import Level, TreePlan
 from specdec.model.target import CausalLM
 
 EPS = 1e-6
@@ -120,9 +122,9 @@ class MLP(Drafter):
                 f"inner_dim={inner} does not fit the target's output layer ({self.target.hidden_size} wide); "
                 "train.init.train_lm_head=true gives the drafter one of its own"
             )
-        if self.num_speculative_tokens > self.num_heads:
+        if self.chain_length > self.num_heads:
             raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens}, and this MLP speculator has n_predict={self.num_heads} "
+                f"num_speculative_tokens={self.chain_length}, and this MLP speculator has n_predict={self.num_heads} "
                 "heads; lower it"
             )
         copies = 1 if architecture.tie_weights else self.num_heads
@@ -172,11 +174,26 @@ class MLP(Drafter):
         assert context.hidden is not None
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
         token_B = context.last_token_B
+        if self.tree is not None:
+            return self._propose_tree(self.tree, context, draft_B, self.step(0, state_BD, token_B))
         sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             state_BD = self.step(k, state_BD, token_B)
             token_B = sampler.sample(self.head_logits(k, state_BD))
         return sampler.draft(draft_B)
+
+    def _propose_tree(self, plan: TreePlan, context: Context, draft_B: np.ndarray, state_BD: Tensor) -> Draft:
+        state_ND = state_BD
+        count_B = np.ones_like(draft_B)
+
+        def expand(level: Level) -> Tensor:
+            nonlocal state_ND, count_B
+            above_ND = state_ND[self._index(level.parent_place(count_B))]
+            state_ND = self.step(level.depth + 1, above_ND, self._index(level.token_N))
+            count_B = level.count_B
+            return self.head_logits(level.depth + 1, state_ND)
+
+        return self.grower(plan, context, draft_B).grow(self.head_logits(0, state_BD), expand)
 
     def num_steps(self, progress: float) -> int:
         return self.num_heads

@@ -151,8 +151,20 @@ class MTP(AutoregressiveDrafter):
         draft_sample_method: str = "greedy",
         max_model_len: int | None = None,
         revision: str | None = None,
+        tree_topk: int | None = None,
+        tree_depth: int | None = None,
+        tree_builder: str | None = None,
+        speculative_token_tree: str | list[list[int]] | None = None,
     ):
-        super().__init__(target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision)
+        super().__init__(
+            target, model, num_speculative_tokens, draft_sample_method, max_model_len, revision,
+            tree_topk, tree_depth, tree_builder, speculative_token_tree,
+        )  # fmt: skip
+        if self.tree is not None and len(self.mtp) > 1:
+            raise ValueError(
+                f"this drafter has {len(self.mtp)} modules, and trees are built for one that is used again; leave tree_topk "
+                "and speculative_token_tree out"
+            )
 
     @classmethod
     def example_checkpoint(cls, target: CausalLM) -> Checkpoint:
@@ -180,9 +192,9 @@ class MTP(AutoregressiveDrafter):
             raise _unsupported(self.target, error) from None
         self.target_layer = native_modules.kind_of_layer(self.target.config)
         num_modules = self.architecture.num_modules or 1
-        if 1 < num_modules < self.num_speculative_tokens:
+        if 1 < num_modules < self.chain_length:
             raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens}, and this drafter has a module for each of "
+                f"num_speculative_tokens={self.chain_length}, and this drafter has a module for each of "
                 f"{num_modules} tokens; lower it"
             )
         self.max_draft_tokens = num_modules if num_modules > 1 else None

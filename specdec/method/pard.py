@@ -63,6 +63,10 @@ class Pard(BlockDrafter, DraftModel):
         draft_tensor_parallel_size: int | None = None,
         pard_token: int | None = None,
         use_heterogeneous_vocab: bool = False,
+        tree_topk: int | None = None,
+        tree_depth: int | None = None,
+        tree_builder: str | None = None,
+        speculative_token_tree: str | list[list[int]] | None = None,
     ):
         super().__init__(
             target,
@@ -73,6 +77,10 @@ class Pard(BlockDrafter, DraftModel):
             revision,
             use_heterogeneous_vocab,
             draft_tensor_parallel_size,
+            tree_topk,
+            tree_depth,
+            tree_builder,
+            speculative_token_tree,
         )
         if isinstance(model, Checkpoint):  # in training the objective limits the draft
             name = model.name
@@ -93,6 +101,7 @@ class Pard(BlockDrafter, DraftModel):
         if not 0 <= mask < vocab_size:
             raise ValueError(f"pard_token={mask} of {name} is outside 0..{vocab_size - 1}, the rows of its embedding")
         self.limit_drafts(num_depths, name)
+        self.set_tree(tree_topk, tree_depth, tree_builder, speculative_token_tree)  # no deeper than that
         self.pard_token = mask
 
     def masks(self, count: int) -> Tensor:

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import tree
+
 SLOT_BLOCK = 128
 KERNEL_BLOCK = 512  # keys that the attention kernel sums at a time
 
@@ -110,31 +112,24 @@ class Causal:
 class Tree:
     """The row's slots before the forward's tokens, its ancestors among these, and itself. A chain has parents -1, 0, 1, ...
 
-    parent_BM: place of each token's parent among the row's tokens of the forward, before its own; -1: the token that the
-        forward continues. A token's position is one after its parent's. Entries beyond a row's length do not matter.
+    A tree may be processed level by level: its first tokens are in the cache then, in the slots after the prefix, and the
+    forward has those that follow.
+
+    parent_BX: place of each token's parent in the row's tree, before its own; -1: the token that the tree continues. A token's
+        position is one after its parent's. Entries beyond a row's length do not matter.
+    num_stored: tokens of every row's tree that are in the cache.
     """
 
-    parent_BM: np.ndarray
+    parent_BX: np.ndarray
+    num_stored: int = 0
 
-    def depth_BM(self) -> np.ndarray:
+    def depth_BX(self) -> np.ndarray:
         """Tokens between each token and the prefix."""
-        depth_BM = np.zeros_like(self.parent_BM)
-        rows = np.arange(len(depth_BM))
-        for m in range(depth_BM.shape[1]):
-            parent_B = self.parent_BM[:, m]
-            depth_BM[:, m] = np.where(parent_B < 0, 0, depth_BM[rows, parent_B] + 1)
-        return depth_BM
+        return tree.depths(self.parent_BX)
 
-    def visible_BMM(self) -> np.ndarray:
-        """Whether token m sees token n of its row: n is m, or an ancestor of m."""
-        rows, num_tokens = self.parent_BM.shape
-        visible_BMM = np.zeros((rows, num_tokens, num_tokens), dtype=bool)
-        row_B = np.arange(rows)
-        for m in range(num_tokens):
-            parent_B = self.parent_BM[:, m]
-            visible_BMM[:, m] = visible_BMM[row_B, parent_B] & (parent_B >= 0)[:, None]
-            visible_BMM[:, m, m] = True
-        return visible_BMM
+    def visible_BMX(self) -> np.ndarray:
+        """Whether token m of the forward sees token x of its row's tree: it is x, or below x."""
+        return tree.on_path(self.parent_BX)[:, self.num_stored :]
 
 
 @dataclass(frozen=True)
@@ -180,9 +175,12 @@ class ForwardBatch:
         self.max_length = int(length_B.max())  # M
         self.visibility = visibility
         offset_M = np.arange(self.max_length)
-        position_BM = start_B[:, None] + (visibility.depth_BM() if isinstance(visibility, Tree) else offset_M)
+        num_stored = visibility.num_stored if isinstance(visibility, Tree) else 0
+        offset_X = np.arange(num_stored + self.max_length)
+        position_BX = start_B[:, None] + (visibility.depth_BX() if isinstance(visibility, Tree) else offset_X)
+        position_BM = position_BX[:, num_stored:]
         if slot_BM is None:
-            slot_BM = start_B[:, None] + offset_M
+            slot_BM = start_B[:, None] + offset_X[num_stored:]
         in_use_BM = offset_M < length_B[:, None]
         place_N = np.flatnonzero(in_use_BM)
         slot_N = slot_BM.ravel()[place_N]
@@ -202,9 +200,11 @@ class ForwardBatch:
         if not isinstance(visibility, Causal):
             arrays["start_B"] = start_B
             # keys beyond a row's length go to a column that is cut off
-            arrays["slot_BM"] = np.where(in_use_BM, slot_BM, self.num_slots)
+            stored_BS = np.where(length_B[:, None] > 0, start_B[:, None] + offset_X[:num_stored], self.num_slots)
+            arrays["slot_BX"] = np.concatenate([stored_BS, np.where(in_use_BM, slot_BM, self.num_slots)], 1)
+            arrays["position_BX"] = position_BX
             if isinstance(visibility, Tree):
-                arrays["visible_BMM"] = visibility.visible_BMM()
+                arrays["visible_BMX"] = visibility.visible_BMX()
         self.has_all_logits = logits_at_N is None
         arrays["logits_at_N"] = np.zeros(0, dtype=np.int64) if logits_at_N is None else logits_at_N
         self.bucket = (
@@ -225,27 +225,29 @@ class ForwardBatch:
         self.padded_N = on_device["padded_N"]  # place of each token in [B, M], if is_padded
         self.position_BM = on_device["position_BM"]
         self.start_B = on_device.get("start_B")
-        self.slot_BM = on_device.get("slot_BM")
-        self.visible_BMM = on_device.get("visible_BMM")
+        self.slot_BX = on_device.get("slot_BX")
+        self.position_BX = on_device.get("position_BX")
+        self.visible_BMX = on_device.get("visible_BMX")
         self.logits_at_N = None if self.has_all_logits else on_device["logits_at_N"]
 
     def forward_slots(self, sliding_window: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Of a forward that is not causal, on the CPU: the slots of the forward's own tokens that each token sees, in order.
+        """Of a forward that is not causal, on the CPU: the slots behind the prefix that each token sees, in order.
 
         Returns where each token's slots begin, [N + 1], and the slots of all, end to end.
         """
-        assert self.slot_BM is not None
-        slot_BM = self.slot_BM.numpy()
-        position_BM = self.position_BM.numpy()
+        assert self.slot_BX is not None
+        assert self.position_BX is not None
+        slot_BX = self.slot_BX.numpy()
         is_token_BM = np.arange(self.max_length) < self.length_B[:, None]
-        sees_BMM = is_token_BM[:, :, None] & is_token_BM[:, None]
-        if self.visible_BMM is not None:
-            sees_BMM &= self.visible_BMM.numpy().astype(bool)
+        sees_BMX = is_token_BM[:, :, None] & (slot_BX < self.num_slots)[:, None]
+        if self.visible_BMX is not None:
+            sees_BMX &= self.visible_BMX.numpy().astype(bool)
         if sliding_window is not None:
-            sees_BMM &= position_BM[:, None] > position_BM[:, :, None] - sliding_window
-        count_N = sees_BMM.sum(-1)[is_token_BM]
-        row_X, _, place_X = np.nonzero(sees_BMM)
-        return np.concatenate([[0], np.cumsum(count_N)]), slot_BM[row_X, place_X]
+            position_BX = self.position_BX.numpy()
+            sees_BMX &= position_BX[:, None] > self.position_BM.numpy()[:, :, None] - sliding_window
+        count_N = sees_BMX.sum(-1)[is_token_BM]
+        row_N, _, place_N = np.nonzero(sees_BMX)
+        return np.concatenate([[0], np.cumsum(count_N)]), slot_BX[row_N, place_N]
 
     def visible_BMS(self, sliding_window: int | None) -> Tensor:
         """Whether each token sees each slot of its row.
@@ -259,16 +261,17 @@ class ForwardBatch:
             key_position_B1S = slot_S
         else:
             assert self.start_B is not None
-            assert self.slot_BM is not None
+            assert self.slot_BX is not None
+            assert self.position_BX is not None
             # one column more, for the tokens that rows do not have
             slot_S = torch.arange(self.num_slots + 1, device=self.index.device)
             shape = (self.num_rows, self.max_length, self.num_slots + 1)
             visible_BMS = (slot_S < self.start_B[:, None, None]).expand(shape).clone()
-            slot_B1M = self.slot_BM.unsqueeze(1)
-            tokens_BMM = visible_BMS.new_ones(()) if self.visible_BMM is None else self.visible_BMM.bool()
-            index_BMM = slot_B1M.expand(-1, self.max_length, -1)
-            visible_BMS = visible_BMS.scatter_(2, index_BMM, tokens_BMM.expand(index_BMM.shape))[..., :-1]
-            key_position_B1S = slot_S.expand(self.num_rows, 1, -1).scatter(2, slot_B1M, self.position_BM.unsqueeze(1))[..., :-1]
+            slot_B1X = self.slot_BX.unsqueeze(1)
+            tokens_BMX = visible_BMS.new_ones(()) if self.visible_BMX is None else self.visible_BMX.bool()
+            index_BMX = slot_B1X.expand(-1, self.max_length, -1)
+            visible_BMS = visible_BMS.scatter_(2, index_BMX, tokens_BMX.expand(index_BMX.shape))[..., :-1]
+            key_position_B1S = slot_S.expand(self.num_rows, 1, -1).scatter(2, slot_B1X, self.position_BX.unsqueeze(1))[..., :-1]
         if sliding_window is not None:
             visible_BMS &= key_position_B1S > position_BM1 - sliding_window
         return visible_BMS

@@ -3,8 +3,10 @@
 A file has `lossless` (whether the output has the target's distribution), `keyed_by` ("step" or "position": what its uniforms
 are a function of), and `verify(draft, p_BJV, u_BJ, **params) -> Verdict`, a pure function. p is what tokens are sampled from,
 after temperature, top-k, top-p and penalties: at temperature 0 it is one-hot. A lossless scheme accepts a token with p = 1: the
-engine relies on it where all rows are greedy. `u[:, :K]` decide acceptance at draft positions 0..K-1 and `u[:, K]` samples the
-extra token by inverse CDF, whatever the row's own draft length is.
+engine relies on it where all rows are greedy. Row 0 of p comes after the last committed token, row i + 1 after draft token i,
+of a tree too (`Draft.parent_BK`). By step, `u[:, :K]` decide acceptance of draft tokens 0..K-1 and `u[:, K]` samples the extra
+token by inverse CDF, whatever the row's own draft length is. By position, `u[:, j]` samples at row j; with
+`shares_noise = True` drafters draw with these uniforms, too.
 
 A scheme with settings has `check(num_speculative_tokens, **settings)`, whose arguments they are, with their types: they become
 keys of `SpeculativeConfig`. It refuses bad values before a run and returns the `params` of `verify`. If some have no default,
@@ -33,6 +35,7 @@ class Verifier:
     keyed_by: str
     verify: Callable[..., Verdict]
     params: dict[str, Any] = field(default_factory=dict)
+    shares_noise: bool = False
 
     def __call__(self, draft: Any, p_BJV: Any, u_BJ: Any) -> Verdict:
         return self.verify(draft, p_BJV, u_BJ, **self.params)
@@ -83,4 +86,5 @@ def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier
             if parameter.default is parameter.empty and key not in params:
                 raise ValueError(f"rejection_sample_method={name!r} needs {key}; give it")
         params = module.check(num_speculative_tokens, **params)
-    return Verifier(name, module.lossless, module.keyed_by, module.verify, params)
+    shares_noise = getattr(module, "shares_noise", False)
+    return Verifier(name, module.lossless, module.keyed_by, module.verify, params, shares_noise)

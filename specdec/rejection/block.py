@@ -6,15 +6,23 @@ h_i = R_i / (R_i + 1 - P_i) inside the draft (0/0 counts as 1) and h = P at its 
 
 For deterministic drafts acceptance has the same distribution as under `standard`: it pays only with
 `draft_sample_method="probabilistic"` at a temperature above 0.
+
+A sampled tree is verified from its leaves to its root (traversal verification, Weng et al. 2505.12398), which on a chain is the
+same. A node v has what is left of its own p and q and a ratio a, 1 at the root. In order, each child x gets the ratio
+min(a p(x) / q(x), 1), and is decided after its own children: accepted with the ratio that these left it. If it is rejected,
+R = sum_y max(a p(y) - q(y), 0) turns a into R / (R + 1 - a), p into max(a p - q, 0) / R, and q loses x.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core import Draft, Verdict, require_chain
-from specdec.rejection.standard import draft_q, is_drafted, residual, target_p
+from specdec import tree
+from specdec.core import Draft, Verdict
+from specdec.rejection import standard
+from specdec.rejection.standard import draft_q, is_drafted, residual, target_p, tokens, without
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -28,7 +36,8 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     p_BJV: target probabilities, J = K + 1.
     u_BJ: uniforms, float64.
     """
-    require_chain(draft, "rejection scheme block")
+    if draft.parent_BK is not None:
+        return standard.verify(draft, p_BJV, u_BJ) if draft.q_BKV is None else _verify_tree(draft, p_BJV, u_BJ)
     num_rows = p_BJV.shape[0]
     num_draft = p_BJV.shape[1] - 1
     length_B = draft.length_B.to(p_BJV.device)
@@ -60,3 +69,64 @@ def _residual_mass(draft: Draft, p_BJV: Tensor, p_BK: Tensor, prefix_B: Tensor, 
     if draft.q_BKV is None:
         return prefix_B * (1 - p_BK[:, i])
     return (prefix_B.unsqueeze(-1) * p_BJV[:, i].double() - draft.q_BKV[:, i].double()).clamp(min=0).sum(-1)
+
+
+def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """Traversal of a sampled tree, all rows side by side: each node is entered, then its children, then it is left."""
+    assert draft.parent_BK is not None
+    assert draft.q_BKV is not None
+    device = p_BJV.device
+    parent_BK = draft.parent_BK.to(device)
+    row_B = torch.arange(len(parent_BK), device=device)
+    token_BK = tokens(draft, p_BJV)
+    left_BJV = p_BJV.double()
+    drawn_BJV = torch.zeros_like(left_BJV, dtype=torch.bool)
+    ratio_BJ = torch.ones_like(u_BJ)
+    last_B = torch.full_like(row_B, -1)
+    is_open_B = torch.ones_like(row_B, dtype=torch.bool)  # nothing is accepted yet
+    for event_B in torch.from_numpy(_traversal(draft)).to(device):
+        is_node_B = event_B != 0
+        node_B = (event_B.abs() - 1).clamp(min=0)
+        place_B = parent_BK[row_B, node_B] + 1
+        token_B = token_BK[row_B, node_B]
+        ratio_B = ratio_BJ[row_B, place_B]
+        q_BV = without(draft.q_BKV[row_B, node_B], drawn_BJV[row_B, place_B])
+        left_BV = left_BJV[row_B, place_B]
+        # entered
+        q_B = q_BV[row_B, token_B]
+        entered_B = torch.where(q_B > 0, (ratio_B * left_BV[row_B, token_B] / q_B).clamp(max=1.0), 0.0)
+        enters_B = is_node_B & (event_B > 0)
+        ratio_BJ[row_B, node_B + 1] = torch.where(enters_B, entered_B, ratio_BJ[row_B, node_B + 1])
+        # left: accepted, or what remains goes to its siblings and its parent
+        leaves_B = is_node_B & (event_B < 0) & is_open_B
+        accept_B = leaves_B & (u_BJ[row_B, node_B] < ratio_BJ[row_B, node_B + 1])
+        last_B = torch.where(accept_B, node_B, last_B)
+        is_open_B = is_open_B & ~accept_B
+        reject_B = leaves_B & ~accept_B
+        rest_BV = (ratio_B.unsqueeze(1) * left_BV - q_BV).clamp(min=0)
+        mass_B = rest_BV.sum(1)
+        total_B = mass_B + 1 - ratio_B
+        left_BJV[row_B, place_B] = torch.where(reject_B.unsqueeze(1), standard.normalised(rest_BV, left_BV), left_BV)
+        ratio_BJ[row_B, place_B] = torch.where(reject_B, torch.where(total_B > 0, mass_B / total_B, 1.0), ratio_B)
+        drawn_BJV[row_B, place_B, token_B] |= reject_B
+    num_accepted_B, path_BK = tree.path_to(parent_BK, last_B)
+    return Verdict(num_accepted_B, inverse_cdf(left_BJV[row_B, last_B + 1], u_BJ[:, -1]), path_BK)
+
+
+def _traversal(draft: Draft) -> np.ndarray:
+    """[2 K, B] in which order the nodes of each row are entered (node + 1) and left (-1 - node); 0: nothing."""
+    assert draft.parent_BK is not None
+    num_rows, num_nodes = draft.token_BK.shape
+    events = np.zeros((2 * num_nodes, num_rows), dtype=np.int64)
+    parent_BK = draft.parent_BK.cpu().numpy()
+    for b, length in enumerate(draft.length_B.tolist()):
+        children: list[list[int]] = [[] for _ in range(length + 1)]
+        for k in reversed(range(length)):
+            children[parent_BK[b, k] + 1].append(k)
+        open_events = [node + 1 for node in children[0]]
+        for place in range(2 * length):
+            event = open_events.pop()
+            events[place, b] = event
+            if event > 0:
+                open_events += [-event, *(node + 1 for node in children[event])]
+    return events

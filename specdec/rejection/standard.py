@@ -3,6 +3,11 @@
 Token x_i is accepted iff u_i < min(1, p_i(x_i) / q_i(x_i)); the first rejection stops, and the extra token comes from
 norm(max(p - q, 0)) there, or from p if all were accepted. A deterministic draft has a one-hot q: accept with p(x), and the
 residual is p without x.
+
+Of a tree, the children of a node are judged one after the other, in order. Each that is rejected leaves r = norm(max(r - q, 0))
+to the next one, beginning with r = p; and as they were drawn without replacement, q loses its token (SpecInfer 2305.09781; RSD
+2402.14160). A walk goes to the first child that is accepted; where none is, the extra token comes from r. Children of a
+deterministic tree are each accepted with r(x), which then loses its token (EAGLE-2 2406.16858).
 """
 
 from __future__ import annotations
@@ -10,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core import Draft, Verdict, require_chain
+from specdec import tree
+from specdec.core import Draft, Verdict
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -20,11 +26,13 @@ keyed_by = "step"
 def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """Lossless.
 
-    draft: token_BK, and q_BKV or None.
+    draft: token_BK, and q_BKV or None. Children of a sampled tree are in the order in which they were drawn, and q_BKV is what
+        the first of them was drawn from.
     p_BJV: target probabilities, J = K + 1.
     u_BJ: uniforms, float64.
     """
-    require_chain(draft, "rejection scheme standard")
+    if draft.parent_BK is not None:
+        return _verify_deterministic_tree(draft, p_BJV, u_BJ) if draft.q_BKV is None else _verify_tree(draft, p_BJV, u_BJ)
     num_positions = p_BJV.shape[1] - 1
     accept_BK = is_drafted(draft, p_BJV) & (u_BJ[:, :num_positions] * draft_q(draft, p_BJV) < target_p(draft, p_BJV))
     return verdict_of(draft, p_BJV, u_BJ, accept_BK)
@@ -78,3 +86,75 @@ def residual(draft: Draft, p_BJV: Tensor, num_accepted_B: Tensor, scale_B: Tenso
         left_BV = (scaled_BV - draft.q_BKV[row, at_B].double()).clamp(min=0)
     use_B = rejected_B & (left_BV.sum(-1) > 0)
     return torch.where(use_B.unsqueeze(-1), left_BV, p_BV)
+
+
+def _verify_deterministic_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """Of r, the probabilities of the children suffice, and the sum of what is left."""
+    assert draft.parent_BK is not None
+    parent_BK = draft.parent_BK.to(p_BJV.device)
+    row_B = torch.arange(len(parent_BK), device=p_BJV.device)
+    token_BK = tokens(draft, p_BJV)
+    p_BK = p_BJV[row_B.unsqueeze(1), parent_BK + 1, token_BK].double()
+    accept_BK = torch.zeros_like(p_BK, dtype=torch.bool)
+    rejected_BJ = torch.zeros_like(u_BJ)  # the probability of the children that were rejected, by parent
+    same_BKK = (parent_BK.unsqueeze(2) == parent_BK.unsqueeze(1)) & (token_BK.unsqueeze(2) == token_BK.unsqueeze(1))
+    may_BK = is_drafted(draft, p_BJV) & ~same_BKK.tril(-1).any(2)  # the second of two equal siblings is none
+    for k in range(parent_BK.shape[1]):
+        place_B1 = parent_BK[:, k : k + 1] + 1
+        left_B = 1 - rejected_BJ.gather(1, place_B1).squeeze(1)
+        accept_BK[:, k] = may_BK[:, k] & (u_BJ[:, k] * left_B < p_BK[:, k])
+        rejected_BJ.scatter_add_(1, place_B1, (p_BK[:, k] * may_BK[:, k]).unsqueeze(1))
+    return verdict_of_tree(draft, p_BJV, u_BJ, accept_BK, may_BK)
+
+
+def verdict_of_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor, judged_BK: Tensor) -> Verdict:
+    """Walk along the accepted nodes of a deterministic tree, and sample the extra token at the end, which is not one of the
+    children there that were judged."""
+    assert draft.parent_BK is not None
+    parent_BK = draft.parent_BK.to(p_BJV.device)
+    num_accepted_B, last_B, path_BK = tree.walk(parent_BK, accept_BK)
+    p_BV = p_BJV[torch.arange(len(last_B), device=last_B.device), last_B + 1].double()
+    is_rejected_BK = judged_BK & (parent_BK == last_B.unsqueeze(1))
+    num_rejected_BV = torch.zeros_like(p_BV).scatter_add(1, tokens(draft, p_BJV), is_rejected_BK.double())
+    left_BV = p_BV.masked_fill(num_rejected_BV > 0, 0.0)
+    left_BV = torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, p_BV)
+    return Verdict(num_accepted_B, inverse_cdf(left_BV, u_BJ[:, -1]), path_BK)
+
+
+def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
+    """Of a sampled tree."""
+    assert draft.parent_BK is not None
+    assert draft.q_BKV is not None
+    parent_BK = draft.parent_BK.to(p_BJV.device)
+    token_BK = tokens(draft, p_BJV)
+    is_drafted_BK = is_drafted(draft, p_BJV)
+    at_B = torch.full_like(draft.token_BK[:, 0], -1)
+    left_BV = p_BJV[:, 0].double()
+    drawn_BV = torch.zeros_like(left_BV, dtype=torch.bool)  # tokens of the children that were rejected
+    accepted = []
+    for k in range(parent_BK.shape[1]):
+        is_here_B = is_drafted_BK[:, k] & (parent_BK[:, k] == at_B)
+        token_B1 = token_BK[:, k : k + 1]
+        q_BV = without(draft.q_BKV[:, k], drawn_BV)
+        accept_B = is_here_B & (u_BJ[:, k] * q_BV.gather(1, token_B1).squeeze(1) < left_BV.gather(1, token_B1).squeeze(1))
+        is_rejected_B1 = (is_here_B & ~accept_B).unsqueeze(1)
+        accept_B1 = accept_B.unsqueeze(1)
+        left_BV = torch.where(is_rejected_B1, normalised((left_BV - q_BV).clamp(min=0), left_BV), left_BV)
+        left_BV = torch.where(accept_B1, p_BJV[:, k + 1].double(), left_BV)
+        drawn_BV = (drawn_BV | torch.zeros_like(drawn_BV).scatter(1, token_B1, is_rejected_B1)) & ~accept_B1
+        at_B = torch.where(accept_B, k, at_B)
+        accepted.append(accept_B)
+    num_accepted_B, _, path_BK = tree.walk(parent_BK, torch.stack(accepted, 1))
+    return Verdict(num_accepted_B, inverse_cdf(left_BV, u_BJ[:, -1]), path_BK)
+
+
+def without(q_BV: Tensor, drawn_BV: Tensor) -> Tensor:
+    """[B, V] float64, the distribution of the next draw without replacement. drawn_BV: which tokens were drawn before."""
+    left_BV = q_BV.double().masked_fill(drawn_BV, 0.0)
+    return normalised(left_BV, left_BV)
+
+
+def normalised(weight_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
+    """[B, V] weights as a distribution; where rounding leaves none, the other values."""
+    sum_B1 = weight_BV.sum(-1, keepdim=True)
+    return torch.where(sum_B1 > 0, weight_BV / sum_B1.clamp(min=torch.finfo(torch.float64).tiny), otherwise_BV)

@@ -2,7 +2,8 @@
 
 `synthetic_acceptance_rates[i]` is P(draft tokens 0..i are accepted), so the rates do not rise; token i is accepted with the
 conditional rate r_i / r_{i-1}, whatever the target's probabilities are, at temperature 0 too. The extra token is the residual
-sample of `standard`, which at temperature 0 is the target's argmax.
+sample of `standard`, which at temperature 0 is the target's argmax. Of a tree, the first child of a node is accepted with the
+rate of its depth, and the others are not: the rates are those of a chain.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.core import Draft, Verdict, require_chain
-from specdec.rejection.standard import is_drafted, verdict_of
+from specdec import tree
+from specdec.core import Draft, Verdict
+from specdec.rejection.standard import is_drafted, verdict_of, verdict_of_tree
 
 lossless = False
 keyed_by = "step"
@@ -74,8 +76,17 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates
     u_BJ: uniforms, float64.
     synthetic_acceptance_rates: of the method's K; a row near its length limit drafts fewer tokens.
     """
-    require_chain(draft, "rejection scheme synthetic")
     num_draft = p_BJV.shape[1] - 1
     rates = conditional(synthetic_acceptance_rates)[:num_draft]
     rate_K = torch.tensor(rates, dtype=torch.float64, device=p_BJV.device)
+    if draft.parent_BK is not None:
+        return _verify_tree(draft, p_BJV, u_BJ, rate_K)
     return verdict_of(draft, p_BJV, u_BJ, is_drafted(draft, p_BJV) & (u_BJ[:, :num_draft] < rate_K))
+
+
+def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, rate_K: Tensor) -> Verdict:
+    assert draft.parent_BK is not None
+    depth_BK = torch.from_numpy(tree.depths(draft.parent_BK.cpu().numpy())).to(p_BJV.device)
+    is_first_BK = ~(draft.parent_BK.unsqueeze(2) == draft.parent_BK.unsqueeze(1)).tril(-1).any(2).to(p_BJV.device)
+    judged_BK = is_drafted(draft, p_BJV) & is_first_BK
+    return verdict_of_tree(draft, p_BJV, u_BJ, judged_BK & (u_BJ[:, : len(rate_K)] < rate_K[depth_BK]), judged_BK)

@@ -1535,7 +1535,7 @@ def test_penalties_counts_the_draft_before_each_position(num_draft: int) -> None
     stop_ids = [[b % 12, 11] for b in range(len(params))]
     num_output_B = np.array([len(output) for output in outputs])
     kept = output_BV.clone()
-    rest = (draft.token_BK, draft.length_B, num_output_B, stop_ids)
+    rest = (draft.token_BK, draft.length_B, draft.parents(), num_output_B, stop_ids)
     adjusted_BJV = apply_penalties(logits_BJV, params, prompt_BV, output_BV, *rest)
     assert torch.equal(logits_BJV, before), "inputs are not to be written"
     assert torch.equal(output_BV, kept), "inputs are not to be written"
@@ -1553,7 +1553,7 @@ def test_penalties_without_penalties_needs_no_counts() -> None:
     mild = [b for b in mild if not params[b].frequency_penalty]
     stop_ids = [[3, 11] for _ in mild]
     num_output_B = np.array([len(outputs[b]) for b in mild])
-    rest = ([params[b] for b in mild], draft.token_BK[mild], draft.length_B[mild], num_output_B, stop_ids)
+    rest = ([params[b] for b in mild], draft.token_BK[mild], draft.length_B[mild], draft.parents()[mild], num_output_B, stop_ids)
     counts = (counted([prompts[b] for b in mild], 12), counted([outputs[b] for b in mild], 12))
     bare = apply_penalties(logits_BJV[mild], rest[0], None, None, *rest[1:])
     assert torch.equal(bare, apply_penalties(logits_BJV[mild], rest[0], *counts, *rest[1:]))

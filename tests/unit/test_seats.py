@@ -55,7 +55,7 @@ def sees(visibility: Visibility, b: int, m: int, n: int) -> bool:
         return True
     if isinstance(visibility, Tree):
         while m >= 0 and m != n:
-            m = int(visibility.parent_BM[b, m])
+            m = int(visibility.parent_BX[b, m])
         return m == n
     return n <= m
 
@@ -63,7 +63,7 @@ def sees(visibility: Visibility, b: int, m: int, n: int) -> bool:
 def depth(visibility: Visibility, b: int, m: int) -> int:
     if not isinstance(visibility, Tree):
         return m
-    parent = int(visibility.parent_BM[b, m])
+    parent = int(visibility.parent_BX[b, m])
     return 0 if parent < 0 else 1 + depth(visibility, b, parent)
 
 
