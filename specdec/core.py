@@ -162,7 +162,7 @@ class Verdict:
 class RequestStats:
     """What happened to one request, step by step (lists of equal length), and its times in seconds. Keys of requests.jsonl.
 
-    drafted: draft tokens that were verified.
+    drafted: draft tokens that were verified; of a tree, its nodes.
     accepted: of these, the accepted ones that were emitted.
     emitted: tokens; accepted + 1, fewer at a stop.
     trimmed: pruned tokens, drafted and not verified.
@@ -172,6 +172,8 @@ class RequestStats:
     cpu_s: CPU time of this process, all its threads, in both phases: less than these where other processes had the machine.
     proposer: the component that drafted, where a method is composed of several; else the list stays empty.
     draft_token_ids: the tokens that were verified; of a tree, its nodes in order. Empty where the recorder has none.
+    draft_parents: of drafts that are trees, the nodes' parents as in Draft; else the list stays empty.
+    accepted_nodes: with them, the accepted nodes that were emitted, in order.
     The token that prefill yields belongs to no step.
     """
 
@@ -186,6 +188,8 @@ class RequestStats:
     cpu_s: list[float] = field(default_factory=list)
     proposer: list[str] = field(default_factory=list)
     draft_token_ids: list[list[int]] = field(default_factory=list)
+    draft_parents: list[list[int]] = field(default_factory=list)
+    accepted_nodes: list[list[int]] = field(default_factory=list)
     queue_s: float = 0.0  # from the moment the request was added until it took a row
     time_to_first_token_s: float = 0.0  # from the moment the request took its row
     prefill_s: float = 0.0  # forwards over the prompt, target and drafter
@@ -205,6 +209,8 @@ class RequestStats:
         proposer: str | None = None,
         cpu_s: float | None = None,
         draft_token_ids: list[int] | None = None,
+        draft_parents: list[int] | None = None,
+        accepted_nodes: list[int] | None = None,
     ) -> None:
         self.drafted.append(drafted)
         self.accepted.append(accepted)
@@ -219,12 +225,24 @@ class RequestStats:
             self.proposer.append(proposer)
         if draft_token_ids is not None:
             self.draft_token_ids.append(draft_token_ids)
+        if draft_parents is not None and accepted_nodes is not None:
+            self.draft_parents.append(draft_parents)
+            self.accepted_nodes.append(accepted_nodes)
+
+    @property
+    def depths(self) -> list[int]:
+        """Tokens of each draft's longest path."""
+        if not self.draft_parents:
+            return self.drafted
+        return [int(tree.height(np.array([parents]), np.array([len(parents)]))[0]) for parents in self.draft_parents]
 
     def histogram(self, width: int | None = None) -> np.ndarray:
-        """[d, a] number of steps that drafted d tokens and accepted a of them; steps without a draft are in row 0."""
-        width = max(self.drafted, default=0) + 1 if width is None else width
+        """[d, a] number of steps that drafted d tokens one after the other and accepted a of them; steps without a draft are in
+        row 0."""
+        depths = self.depths
+        width = max(depths, default=0) + 1 if width is None else width
         histogram = np.zeros((width, width), dtype=np.int64)
-        np.add.at(histogram, (self.drafted, self.accepted), 1)
+        np.add.at(histogram, (depths, self.accepted), 1)
         return histogram
 
 

@@ -731,6 +731,11 @@ class Engine:
         self.last_step = Step(
             verified_B + pruned_B, verified_B, accepted_B, emitted_B, draft_s, verify_s, cpu_s, now, num_model_drafted_B
         )
+        parent_BK = None
+        if self.proposer.drafts_trees or draft.parent_BK is not None:
+            parent_BK = draft.parents()
+            if verdict.path_BK is None:  # nothing was drafted
+                verdict.path_BK = np.zeros_like(parent_BK)
         for b, row in enumerate(rows):
             stats = state.request(row).stats
             stats.add(
@@ -745,6 +750,8 @@ class Engine:
                 proposer=None if draft.proposer_B is None else draft.proposer_B[b],
                 cpu_s=cpu_s,
                 draft_token_ids=verdict.draft_BK[b, : verified_B[b]].tolist(),
+                draft_parents=None if parent_BK is None else parent_BK[b, : verified_B[b]].tolist(),
+                accepted_nodes=None if verdict.path_BK is None else verdict.path_BK[b, : accepted_B[b]].tolist(),
             )
             stats.decode_s += stats.wall_s[-1]
 

@@ -32,6 +32,12 @@ def chain(num_rows: int, num_nodes: int) -> np.ndarray:
     return np.tile(np.arange(num_nodes) - 1, (num_rows, 1))
 
 
+def is_first_child(parent_BK: np.ndarray) -> np.ndarray:
+    """[B, K] whether a node is its parent's first child."""
+    same_BKK = parent_BK[:, :, None] == parent_BK[:, None]
+    return ~np.tril(same_BKK, -1).any(2)
+
+
 def on_path(parent_BK: np.ndarray) -> np.ndarray:
     """[B, K, K] whether the second node is the first one, or above it."""
     num_rows, num_nodes = parent_BK.shape

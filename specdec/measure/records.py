@@ -30,7 +30,7 @@ from specdec.prompts import answer_text
 from specdec.speculative_config import SpeculativePlan
 
 _LISTS = ("drafted", "accepted", "emitted", "trimmed", "draft_s", "verify_s", "batch_size", "wall_s", "cpu_s", "proposer")
-_DRAFTS = "draft_token_ids"  # rows that were written before it was recorded lack it
+_DRAFTS = ("draft_token_ids", "draft_parents", "accepted_nodes")  # rows that were written before they were recorded lack them
 _TIMES = ("queue_s", "time_to_first_token_s", "prefill_s", "prefill_cpu_s", "decode_s")
 
 
@@ -73,7 +73,8 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 def stats_of(row: dict[str, Any]) -> RequestStats:
     """The statistics in a row of `request_record`."""
-    return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)}, draft_token_ids=row.get(_DRAFTS, []))
+    drafts = {key: row.get(key, []) for key in _DRAFTS}
+    return RequestStats(**{key: row[key] for key in (*_LISTS, *_TIMES)}, **drafts)
 
 
 def timing_of(row: dict[str, Any]) -> RequestTiming:
@@ -167,7 +168,7 @@ def request_record(task: Task, turn: int, request: Request, tokenizer: Any, comm
         "output_token_ids": request.output_token_ids,
         "text": answer_text(request, tokenizer),
         **metrics,
-        **{key: getattr(stats, key) for key in (*_LISTS, _DRAFTS)},
+        **{key: getattr(stats, key) for key in (*_LISTS, *_DRAFTS)},
         **{key: getattr(stats, key) for key in _TIMES},
     }
 
@@ -262,6 +263,8 @@ class RequestRow(BaseModel):
     cpu_s: list[float]
     proposer: list[str]
     draft_token_ids: list[list[int]] = []
+    draft_parents: list[list[int]] = []
+    accepted_nodes: list[list[int]] = []
     queue_s: float
     time_to_first_token_s: float
     prefill_s: float
@@ -275,6 +278,10 @@ class RequestRow(BaseModel):
             raise ValueError(f"its lists ({', '.join(steps)}) are not of one length")
         if self.draft_token_ids and list(map(len, self.draft_token_ids)) != self.drafted:
             raise ValueError("draft_token_ids must have as many tokens for each step as drafted says")
+        if self.draft_parents and list(map(len, self.draft_parents)) != self.drafted:
+            raise ValueError("draft_parents must have as many nodes for each step as drafted says")
+        if self.accepted_nodes and list(map(len, self.accepted_nodes)) != self.accepted:
+            raise ValueError("accepted_nodes must have as many nodes for each step as accepted says")
         return self
 
 

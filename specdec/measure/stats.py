@@ -18,12 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from specdec import tree
 from specdec.core import Request, RequestStats
 from specdec.params import PLAIN
 
 
-def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any]:
-    """Every acceptance number that follows from a histogram [draft length, accepted] and the emitted tokens.
+def acceptance_metrics(histogram: np.ndarray, num_emitted: int, num_draft_tokens: int | None = None) -> dict[str, Any]:
+    """Every acceptance number that follows from a histogram [draft length, accepted] and the emitted tokens. The length of a
+    tree is that of its longest path, and its positions are depths.
+
+    num_draft_tokens: of trees, their nodes; None: drafts are chains.
 
     `acceptance_rate_per_position[i]` is unconditional: the share of all drafts whose token i was accepted;
     `conditional_acceptance_per_position[i]`: the share of the drafts that have a token i and had the i before it accepted.
@@ -33,7 +37,8 @@ def acceptance_metrics(histogram: np.ndarray, num_emitted: int) -> dict[str, Any
     num_steps = int(histogram.sum())
     num_drafts = int(drafts.sum())
     lengths = np.arange(histogram.shape[0])
-    num_draft_tokens = int((histogram.sum(1) * lengths).sum())
+    if num_draft_tokens is None:
+        num_draft_tokens = int((histogram.sum(1) * lengths).sum())
     num_accepted = int((histogram.sum(0) * lengths).sum())
     num_accepted_K = [int(drafts[:, i + 1 :].sum()) for i in range(len(lengths) - 1)]
     num_reached_K = [int(histogram[i + 1 :, i:].sum()) for i in range(len(lengths) - 1)]
@@ -73,7 +78,8 @@ class SpecDecodeMetrics:
 
     @classmethod
     def of(cls, stats: RequestStats, num_speculative_tokens: int) -> SpecDecodeMetrics:
-        metrics = acceptance_metrics(stats.histogram(num_speculative_tokens + 1), sum(stats.emitted))
+        histogram = stats.histogram(num_speculative_tokens + 1)
+        metrics = acceptance_metrics(histogram, sum(stats.emitted), sum(stats.drafted))
         drafts = [(d, a) for d, a in zip(stats.drafted, stats.accepted, strict=True) if d]
         return cls(
             num_spec_tokens=num_speculative_tokens,
@@ -119,6 +125,7 @@ class Totals:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_finished = {"stop": 0, "length": 0}
+        self.num_draft_tokens = 0
         self.histogram = np.zeros((num_speculative_tokens + 1, num_speculative_tokens + 1), dtype=np.int64)
 
     def add(self, request: Request) -> None:
@@ -126,6 +133,7 @@ class Totals:
         self.num_prompt_tokens += len(request.prompt_token_ids)
         self.num_output_tokens += len(request.output_token_ids)
         self.num_finished[request.finish_reason] += 1
+        self.num_draft_tokens += sum(request.stats.drafted)
         self.histogram += request.stats.histogram(len(self.histogram))
 
     def metrics(self) -> list[Metric]:
@@ -136,7 +144,7 @@ class Totals:
         for reason, count in self.num_finished.items():
             metrics.append(Counter("vllm:request_success", {**self.labels, "finished_reason": reason}, count))
         if self.num_speculative_tokens:
-            derived = acceptance_metrics(self.histogram, 0)
+            derived = acceptance_metrics(self.histogram, 0, self.num_draft_tokens)
             for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
                 metrics.append(Counter(f"vllm:spec_decode_{name}", dict(self.labels), derived[name]))
             per_position = derived["num_accepted_per_position"]
@@ -146,7 +154,7 @@ class Totals:
 
 def request_metrics(stats: RequestStats) -> dict[str, Any]:
     """The derived numbers of one request."""
-    metrics = acceptance_metrics(stats.histogram(), sum(stats.emitted))
+    metrics = acceptance_metrics(stats.histogram(), sum(stats.emitted), sum(stats.drafted)) | tree_metrics([stats])
     metrics["num_output_tokens"] = metrics["num_emitted_tokens"] + 1
     metrics["decode_tokens_per_s"] = sum(stats.emitted) / stats.decode_s if stats.decode_s > 0 else None
     return metrics
@@ -154,12 +162,41 @@ def request_metrics(stats: RequestStats) -> dict[str, Any]:
 
 def pool(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
     """Token-weighted numbers of many requests, as if they were one."""
-    width = max((max(stats.drafted, default=0) for stats in all_stats), default=0) + 1
+    width = max((max(stats.depths, default=0) for stats in all_stats), default=0) + 1
     histogram = sum((stats.histogram(width) for stats in all_stats), np.zeros((width, width), dtype=np.int64))
-    metrics = acceptance_metrics(histogram, sum(sum(stats.emitted) for stats in all_stats))
+    num_draft_tokens = sum(sum(stats.drafted) for stats in all_stats)
+    metrics = acceptance_metrics(histogram, sum(sum(stats.emitted) for stats in all_stats), num_draft_tokens)
+    metrics |= tree_metrics(all_stats)
     metrics["num_requests"] = len(all_stats)
     metrics["num_output_tokens"] = metrics["num_emitted_tokens"] + len(all_stats)
     return metrics
+
+
+def tree_metrics(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
+    """Numbers of drafts that are trees; empty if none is.
+
+    nodes_per_draft, depth_per_draft: means over the steps that drafted.
+    num_accepted_off_first_path: accepted tokens that are no node of the path that always goes to the first child.
+    """
+    num_drafts = 0
+    num_nodes = 0
+    total_depth = 0
+    num_off = 0
+    for stats in all_stats:
+        for parents, accepted, depth in zip(stats.draft_parents, stats.accepted_nodes, stats.depths, strict=False):
+            num_drafts += bool(parents)
+            num_nodes += len(parents)
+            total_depth += depth
+            if accepted:
+                is_first = tree.is_first_child(np.array([parents]))[0, accepted]
+                num_off += len(accepted) - int(is_first.cumprod().sum())
+    if not num_drafts:
+        return {}
+    return {
+        "nodes_per_draft": num_nodes / num_drafts,
+        "depth_per_draft": total_depth / num_drafts,
+        "num_accepted_off_first_path": num_off,
+    }
 
 
 def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
@@ -167,15 +204,16 @@ def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
     under PLAIN those of steps without a draft. `output_share`: of all emitted tokens. Empty if not composed."""
     components: dict[str, RequestStats] = {}
     for stats in all_stats:
-        steps = zip(stats.proposer, stats.drafted, stats.accepted, stats.emitted, strict=bool(stats.proposer))
-        for name, drafted, accepted, emitted in steps:
+        for step, name in enumerate(stats.proposer):
             component = components.setdefault(name or PLAIN, RequestStats())
-            component.drafted.append(drafted)
-            component.accepted.append(accepted)
-            component.emitted.append(emitted)
+            component.drafted.append(stats.drafted[step])
+            component.accepted.append(stats.accepted[step])
+            component.emitted.append(stats.emitted[step])
+            component.draft_parents += stats.draft_parents[step : step + 1]
+            component.accepted_nodes += stats.accepted_nodes[step : step + 1]
     total = sum(sum(component.emitted) for component in components.values())
     return {
-        name: acceptance_metrics(component.histogram(), sum(component.emitted))
+        name: acceptance_metrics(component.histogram(), sum(component.emitted), sum(component.drafted))
         | {"output_share": sum(component.emitted) / total if total else None}
         for name, component in components.items()
     }

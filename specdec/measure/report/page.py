@@ -163,7 +163,7 @@ def token_data(runs: Mapping[str, RunRecords], texts: Sequence[Texts]) -> dict[s
     texts: of each run.
 
     The requests are those of any run; `rows` of a run are in their order, None where it has no such request. Times are in
-    microseconds. Lists of a row that say nothing (no token was pruned, batches of one row, no components) are left out.
+    microseconds. Lists of a row that say nothing (no token was pruned, batches of one row, no components, chains) are left out.
     """
     table = _TokenTable()
     proposers: dict[str, int] = {}
@@ -195,6 +195,9 @@ def _row_data(row: Mapping[str, Any], table: _TokenTable, texts: Texts, proposer
     }
     if row.get("draft_token_ids"):
         data["drafts"] = [table.places(draft, texts) for draft in row["draft_token_ids"]]
+    if any(row.get("draft_parents", [])):
+        data["parents"] = row["draft_parents"]
+        data["nodes"] = row["accepted_nodes"]
     if any(row["trimmed"]):
         data["trimmed"] = row["trimmed"]
     if any(size > 1 for size in row["batch_size"]):
