@@ -65,6 +65,8 @@ class SpeculativeConfig(SchemeSettings, Checked):
     prompt_lookup_latest: the rightmost match counts
     pard_token: the mask token of a parallel draft model whose config.json lacks it
     min_score: of suffix decoding, the fewest tokens that a draft is expected to have accepted
+    tree_topk: of lookups, most children of a node of a draft tree, whose nodes num_speculative_tokens limits; None: chains
+    tree_depth: tokens of a tree's longest path at most
     proposers: of a composed method, objects like this one, without policy and rejection scheme
     num_speculative_tokens="auto": as many as pay, by row and step
     num_speculative_tokens_per_batch_size: also a file that holds a schedule
@@ -92,6 +94,8 @@ class SpeculativeConfig(SchemeSettings, Checked):
     suffix_decoding_max_spec_factor: float | None = None
     suffix_decoding_min_token_prob: float | None = None
     min_score: float | None = None
+    tree_topk: int | None = None
+    tree_depth: int | None = None
     proposers: list[dict[str, Any]] | None = None
     draft_sample_method: str | None = None
     parallel_drafting: bool | None = None

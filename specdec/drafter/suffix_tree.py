@@ -827,7 +827,9 @@ def _speculate_tree(
     match_len = 0
     for match in range(1, min(depth, len(context))):
         v = np.int64(_locate(node_X, slot_H, token_P, context, match))
-        if v == NONE or _first_child(node_X, token_P, v, match) == NONE:  # nothing ever followed; a longer match is no different
+        if (
+            v == NONE or _first_child(node_X, token_P, v, match) == NONE
+        ):  # nothing ever followed; a longer match is no different
             break
         budget = min(float(max_depth), float(np.float32(match) * factor + offset) + 1e-6)
         heap = [(np.float32(0), 0, 0, 0, v)]
