@@ -789,7 +789,7 @@ def _speculate(
 def _first_child(node_X: Array, token_P: Array, v: int, depth: int) -> int:
     """Of a path of `depth` tokens that ends in v's label: the node in whose label its likeliest next token lies, or NONE."""
     if depth == node_X[v].depth:
-        return np.int64(node_X[v].first)
+        return int(np.int64(node_X[v].first))
     return v if token_P[node_X[v].ref + depth - node_X[node_X[v].parent].depth] != NONE else NONE
 
 
