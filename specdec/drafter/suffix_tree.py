@@ -809,9 +809,9 @@ def _speculate_tree(
 ) -> tuple[Array, Array, Array, Array, Array, float, int]:
     """The fields of a TreeSpeculation. Probabilities and their sums in float32.
 
-    The heap has the likeliest child of a node that is not taken yet, and no other: when a child is taken its next sibling comes
-    in. Its entries are (-probability, depth below the match, the parent's place, rank among the siblings, the node in whose
-    label its token lies), which is the order of the draft: of equal depth and probability, the earlier parent's come first.
+    The heap has, of each node that is taken, the first child that is not: when a child is taken, its next sibling comes in. Its
+    entries are (-probability, depth below the match, the parent's place, rank among the siblings, the node in whose label the
+    token lies), which sort as the draft does, since nodes are created in the order of their parents and ranks.
     """
     factor = np.float32(max_spec_factor)
     offset = np.float32(max_spec_offset)
@@ -827,9 +827,8 @@ def _speculate_tree(
     match_len = 0
     for match in range(1, min(depth, len(context))):
         v = np.int64(_locate(node_X, slot_H, token_P, context, match))
-        if (
-            v == NONE or _first_child(node_X, token_P, v, match) == NONE
-        ):  # nothing ever followed; a longer match is no different
+        # where nothing ever followed a match, a longer one is no different
+        if v == NONE or _first_child(node_X, token_P, v, match) == NONE:
             break
         budget = min(float(max_depth), float(np.float32(match) * factor + offset) + 1e-6)
         heap = [(np.float32(0), 0, 0, 0, v)]
