@@ -173,15 +173,15 @@ def test_the_tree_of_responses_competes() -> None:
     """By the sum of probabilities, which the least score is held against too."""
     settings: dict[str, Any] = {"num_speculative_tokens": 8, "tree_topk": 2, "tree_depth": 1}
     others = {0: [7, 1, 2, 3], 1: [7, 1, 2, 4]}
-    own = [1, 2, 5, 1, 2]  # 5 after one of two
+    text = [1, 2, 5, 1, 2]  # 5 after one of two
     for min_score, want in ((0.0, [(3, -1), (4, -1)]), (1.0, [(3, -1), (4, -1)]), (1.01, [])):
         proposer = Suffix(min_score=min_score, **settings)
         for row, tokens in others.items():
             proposer.on_start(row, Request(str(row), tokens[:1], SamplingParams(max_tokens=8)))
-        proposer.on_start(2, Request("2", own, SamplingParams(max_tokens=8)))
-        assert trees(proposer.propose(context(proposer, others | {2: own})))[2] == want
+        proposer.on_start(2, Request("2", text, SamplingParams(max_tokens=8)))
+        assert trees(proposer.propose(context(proposer, others | {2: text})))[2] == want
     proposer = Suffix(suffix_decoding_max_cached_requests=0, **settings)
-    assert trees(proposer.propose(start(proposer, {0: own}))) == [[(5, -1)]]
+    assert trees(proposer.propose(start(proposer, {0: text}))) == [[(5, -1)]]
 
 
 def test_a_hybrid_holds_its_chains_to_the_depth() -> None:
