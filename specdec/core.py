@@ -317,8 +317,8 @@ class Context:
     rows: [B] the cache row that the request holds, ascending; a proposer keeps its own state by this number.
     token_RL: int64 on the host, committed tokens by cache row; `token_RL[rows[b], :length_B[b]]` are row b's.
     length_B: [B] number of committed tokens, prompt included. The target's cache holds all of them but the last.
-    max_draft_B: [B] how many tokens may be drafted for the row, 1 to K.
-    max_depth_B: [B] how many tokens a path may have; of a chain this is no less than max_draft_B.
+    max_draft_B: [B] how many tokens may be drafted for the row, 1 to K; of a tree, its nodes.
+    max_depth_B: int64 [B], tokens of the longest path that the row may take; None: as `max_draft_B`.
     last_token_B: int64 on the device, the last committed token.
     num_accepted_prev_B: [B] how many tokens of the row's last draft were accepted; K and V of its other tokens are stale.
     uniform_BK: float64 on the device, the request's own uniforms for drawing draft tokens, if `needs_uniforms`.
@@ -364,6 +364,10 @@ class Context:
             logits_BV=None if self.logits_BV is None else self.logits_BV[at_B],
             return_confidence=self.return_confidence,
         )
+
+    def path_limit(self) -> np.ndarray:
+        """[B] how many tokens a path may have."""
+        return self.max_draft_B if self.max_depth_B is None else self.max_depth_B
 
     def tokens(self, b: int) -> np.ndarray:
         """Committed tokens of row b, prompt included (a view: do not write)."""
@@ -436,8 +440,8 @@ class Proposer(Protocol):
     hidden_layers: tuple[int, ...]  # target layers whose states it reads (ids as in vLLM: the input of layer i)
     needs_logits: bool  # the logits that the last token was chosen from
     needs_uniforms: bool  # uniforms to draw with
-    drafts_trees: bool  # num_speculative_tokens counts nodes, and paths are limited by max_depth_B alone
     num_confidence_features: int  # F of the confidence that its drafts can come with; 0: none
+    drafts_trees: bool  # num_speculative_tokens counts nodes, and only paths are limited by what may still be emitted
     component_names: tuple[str, ...]  # of the proposers that it is composed of, as in Draft.proposer_B; (): it is not composed
     cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time, if one does
 
@@ -537,8 +541,8 @@ class StatelessProposer:
     hidden_layers: tuple[int, ...] = ()
     needs_logits = False
     needs_uniforms = False
-    drafts_trees = False
     num_confidence_features = 0
+    drafts_trees = False
     component_names: tuple[str, ...] = ()
     cost_proposer: Proposer | None = None
 
@@ -588,11 +592,15 @@ def check_proposer(proposer: Any) -> None:
 
 
 def draft_from_lists(
-    drafts: list[np.ndarray], device: torch.device | str = "cpu", confidence: list[np.ndarray] | None = None
+    drafts: list[np.ndarray],
+    device: torch.device | str = "cpu",
+    confidence: list[np.ndarray] | None = None,
+    parents: list[np.ndarray] | None = None,
 ) -> Draft:
     """Pad host-side drafts of different lengths into one Draft.
 
     confidence: [n, F] of each draft's n tokens.
+    parents: [n] of each draft's n nodes, if they are trees; as in Draft.parent_BK, where padding is -1.
     """
     length_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
     token_BK = np.zeros((len(drafts), int(length_B.max(initial=0))), dtype=np.int64)
@@ -604,5 +612,11 @@ def draft_from_lists(
         for padded_KF, features in zip(padded_BKF, confidence, strict=True):
             padded_KF[: len(features)] = features
         confidence_BKF = torch.from_numpy(padded_BKF).to(device, non_blocking=True)
+    parent_BK = None
+    if parents is not None:
+        padded_BK = np.full(token_BK.shape, -1, dtype=np.int64)
+        for padded_K, parent_K in zip(padded_BK, parents, strict=True):
+            padded_K[: len(parent_K)] = parent_K
+        parent_BK = torch.from_numpy(padded_BK)
     token = torch.from_numpy(token_BK).to(device, non_blocking=True)
-    return Draft(token, torch.from_numpy(length_B), confidence_BKF=confidence_BKF)
+    return Draft(token, torch.from_numpy(length_B), parent_BK=parent_BK, confidence_BKF=confidence_BKF)

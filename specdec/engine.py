@@ -360,11 +360,10 @@ class Engine:
             )
         if draft.parent_BK is not None:
             draft.check_tree(f"{name}.propose")
-            assert context.max_depth_B is not None
             depth_B = tree.height(draft.parents(), draft.length_B.numpy())
-            if (depth_B > context.max_depth_B).any():
+            if (depth_B > context.path_limit()).any():
                 raise ValueError(
-                    f"{name}.propose drafted trees {depth_B.tolist()} deep; max_depth_B allows {context.max_depth_B.tolist()}"
+                    f"{name}.propose drafted trees {depth_B.tolist()} deep; max_depth_B allows {context.path_limit().tolist()}"
                 )
 
     def _agreed(self, draft: Draft) -> Draft:

@@ -11,6 +11,16 @@ import torch
 from torch import Tensor
 
 
+def check_settings(tree_topk: int | None, tree_depth: int | None) -> None:
+    """Raise ValueError, one line, for settings of a method's draft trees that are beyond their limits."""
+    if tree_topk is not None and not tree_topk >= 1:
+        raise ValueError(f"tree_topk={tree_topk} must be at least 1; try 4, or leave it out for chains")
+    if tree_depth is not None and not tree_depth >= 1:
+        raise ValueError(f"tree_depth={tree_depth} must be at least 1; try 8, or leave it out for no limit of its own")
+    if tree_depth is not None and tree_topk is None:
+        raise ValueError(f"tree_depth={tree_depth} is for trees, and tree_topk is not set; set it, or leave tree_depth out")
+
+
 def depths(parent_BK: np.ndarray) -> np.ndarray:
     """[B, K] nodes between each node and the last committed token: 0 for its children."""
     depth_BK = np.zeros_like(parent_BK)

@@ -2,6 +2,7 @@
 
 Paper: SuffixDecoding, arXiv 2411.04975. The order of equal counts and the sums in float32 are those of Arctic Inference 0.3,
 which vLLM calls. `SuffixTreeReference` states the rules plainly; `SuffixTree` gives the same drafts and probabilities, fast.
+Draft trees are not Arctic's: of all continuations of a match they take the likeliest, best first.
 
 How the fast tree works. Each position of a sequence starts a suffix of at most `depth` tokens. The tree is
 the trie of all suffixes, with counts, its unary paths folded: a node is a label of one or more tokens with
@@ -26,6 +27,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +39,28 @@ ROOT = 0
 
 Array = np.ndarray
 Speculation = tuple[Array, Array, float, int]  # tokens, probabilities (float32), score, match length
+
+
+class TreeSpeculation(NamedTuple):
+    """A draft tree. A node's probability is the product of the shares, count / total, on its path.
+
+    token_K: int64, the nodes' tokens, ordered by (-probability, depth, creation): the first n are the best tree of n nodes.
+        A node creates its children when its turn in this order comes, in the order of siblings.
+    parent_K: int64, the place of each node's parent, before its own; -1: it follows the match.
+    prob_K: float32, the nodes' probabilities.
+    count_K: how often the node's token comes after the match and the tokens of its path.
+    total_K: how often these occur.
+    score: the sum of the probabilities.
+    match_len: tokens of the match.
+    """
+
+    token_K: Array
+    parent_K: Array
+    prob_K: Array
+    count_K: Array
+    total_K: Array
+    score: float
+    match_len: int
 
 
 class SuffixTreeReference:
@@ -146,6 +170,51 @@ class SuffixTreeReference:
                 node = child
             if tokens and score >= best[2]:
                 best = np.array(tokens), np.array(probs), float(score), match_len
+        return best
+
+    def speculate_tree(
+        self,
+        context: Sequence[int],
+        num_nodes: int,
+        max_depth: int,
+        topk: int,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+    ) -> TreeSpeculation:
+        single = np.float32
+        none = np.zeros(0, np.int64)
+        best = TreeSpeculation(none, none, np.zeros(0, single), none, none, 0.0, 0)
+        for match_len in range(1, min(self.depth, len(context))):
+            node = self.find(context[len(context) - match_len :])
+            if node is None:
+                break
+            allowed = single(match_len) * single(max_spec_factor) + single(max_spec_offset)
+            budget = min(max_depth, float(allowed) + 1e-6)
+            heap: list[tuple[np.float32, int, int, int, int, SuffixTreeReference.Node, int]] = []
+            nodes: list[tuple[int, int, np.float32, int, int]] = []
+            score = single(0)
+            num_created = 0
+            parent = -1
+            prob = single(1)
+            depth = 0
+            while len(nodes) < num_nodes:
+                for token in node.order[:topk] if depth + 1 <= budget else ():
+                    child = node.children[token]
+                    child_prob = prob * (single(child.count) / single(node.count))
+                    if child_prob >= single(min_token_prob):
+                        heappush(heap, (-child_prob, depth + 1, num_created, parent, token, child, node.count))
+                        num_created += 1
+                if not heap:
+                    break
+                minus_prob, depth, _, parent_place, token, node, total = heappop(heap)
+                prob = -minus_prob
+                score = score + prob
+                parent = len(nodes)
+                nodes.append((token, parent_place, prob, node.count, total))
+            if nodes and score >= best.score:
+                token_K, parent_K, prob_K, count_K, total_K = map(np.array, zip(*nodes, strict=True))
+                best = TreeSpeculation(token_K, parent_K, prob_K, count_K, total_K, float(score), match_len)
         return best
 
     def counts(self, context: Sequence[int], match_len: int, tokens: Sequence[int]) -> tuple[Array, Array]:
@@ -717,6 +786,96 @@ def _speculate(
 
 
 @compiled
+def _first_child(node_X: Array, token_P: Array, v: int, depth: int) -> int:
+    """Of a path of `depth` tokens that ends in v's label: the node in whose label its likeliest next token lies, or NONE."""
+    if depth == node_X[v].depth:
+        return int(np.int64(node_X[v].first))
+    return v if token_P[node_X[v].ref + depth - node_X[node_X[v].parent].depth] != NONE else NONE
+
+
+@compiled
+def _speculate_tree(
+    node_X: Array,
+    slot_H: Array,
+    token_P: Array,
+    depth: int,
+    context: Array,
+    num_nodes: int,
+    max_depth: int,
+    topk: int,
+    max_spec_factor: float,
+    max_spec_offset: float,
+    min_token_prob: float,
+) -> tuple[Array, Array, Array, Array, Array, float, int]:
+    """The fields of a TreeSpeculation. Probabilities and their sums in float32.
+
+    The heap has, of each node that is taken, the first child that is not: when a child is taken, its next sibling comes in. Its
+    entries are (-probability, depth below the match, the parent's place, rank among the siblings, the node in whose label the
+    token lies), which sort as the draft does, since nodes are created in the order of their parents and ranks.
+    """
+    factor = np.float32(max_spec_factor)
+    offset = np.float32(max_spec_offset)
+    min_prob = np.float32(min_token_prob)
+    token_2K = np.empty((2, num_nodes), np.int64)
+    parent_2K = np.empty((2, num_nodes), np.int64)
+    prob_2K = np.empty((2, num_nodes), np.float32)
+    count_2K = np.empty((2, num_nodes), np.int64)
+    total_2K = np.empty((2, num_nodes), np.int64)
+    spare = 0  # the row that the best tree is not in
+    length = 0
+    score = np.float32(0)
+    match_len = 0
+    for match in range(1, min(depth, len(context))):
+        v = np.int64(_locate(node_X, slot_H, token_P, context, match))
+        # where nothing ever followed a match, a longer one is no different
+        if v == NONE or _first_child(node_X, token_P, v, match) == NONE:
+            break
+        budget = min(float(max_depth), float(np.float32(match) * factor + offset) + 1e-6)
+        heap = [(np.float32(0), 0, 0, 0, v)]
+        heap.clear()
+        prob = np.float32(1)
+        total = np.float32(0)
+        level = 0  # of the node whose children come into the heap
+        n = 0
+        while n < num_nodes:
+            child = _first_child(node_X, token_P, v, match + level)
+            if child != NONE and level + 1 <= budget:
+                child_prob = prob * (np.float32(node_X[child].count) / np.float32(node_X[v].count))
+                if child_prob >= min_prob:
+                    heappush(heap, (-child_prob, level + 1, n - 1, 0, child))
+            if len(heap) == 0:
+                break
+            minus_prob, level, parent, rank, v = heappop(heap)
+            prob = -minus_prob
+            total += prob
+            above = node_X[v].parent
+            place_in_label = match + level - 1 - node_X[above].depth
+            token_2K[spare, n] = token_P[node_X[v].ref + place_in_label]
+            parent_2K[spare, n] = parent
+            prob_2K[spare, n] = prob
+            count_2K[spare, n] = node_X[v].count
+            total_2K[spare, n] = node_X[above if place_in_label == 0 else v].count
+            n += 1
+            sibling = np.int64(node_X[v].next)
+            if place_in_label == 0 and sibling != NONE and rank + 1 < topk:
+                parent_prob = prob_2K[spare, parent] if parent >= 0 else np.float32(1)
+                sibling_prob = parent_prob * (np.float32(node_X[sibling].count) / np.float32(node_X[above].count))
+                if sibling_prob >= min_prob:
+                    heappush(heap, (-sibling_prob, level, parent, rank + 1, sibling))
+        if n and total >= score:
+            length = n
+            score = total
+            match_len = match
+            spare = 1 - spare
+    token_K = token_2K[1 - spare, :length].copy()
+    parent_K = parent_2K[1 - spare, :length].copy()
+    prob_K = prob_2K[1 - spare, :length].copy()
+    count_K = count_2K[1 - spare, :length].copy()
+    total_K = total_2K[1 - spare, :length].copy()
+    return token_K, parent_K, prob_K, count_K, total_K, float(score), match_len
+
+
+@compiled
 def _counts(node_X: Array, slot_H: Array, token_P: Array, context: Array, match: int, draft: Array, count_J: Array) -> None:
     """Fill count_J with the occurrences of the match, then with each further token of the draft."""
     v = _locate(node_X, slot_H, token_P, context, match)
@@ -844,6 +1003,42 @@ class SuffixTree:
         )
         return self._token_2K[row, :length].copy(), self._prob_2K[row, :length].copy(), score, match_len
 
+    def speculate_tree(
+        self,
+        context: Sequence[int] | np.ndarray,
+        num_nodes: int,
+        max_depth: int,
+        topk: int,
+        max_spec_factor: float = 1.0,
+        max_spec_offset: float = 0.0,
+        min_token_prob: float = 0.1,
+    ) -> TreeSpeculation:
+        """As `speculate`, with a tree for each match length: its best nodes by probability.
+
+        num_nodes: most nodes.
+        max_depth: most tokens of a path; a match of m tokens has at most `m * max_spec_factor + max_spec_offset` too.
+        topk: most children of a node, and of the match.
+        min_token_prob: there is no node whose probability falls below this.
+
+        With `topk` 1 the tree is the chain of `speculate`.
+        """
+        context = np.array(context[-self.depth :], dtype=np.int64)
+        trie = self._trie
+        fields = _speculate_tree(
+            trie.node_X,
+            trie.slot_H,
+            trie.token_P,
+            self.depth,
+            context,
+            int(num_nodes),
+            int(max_depth),
+            int(topk),
+            float(max_spec_factor),
+            float(max_spec_offset),
+            float(min_token_prob),
+        )
+        return TreeSpeculation(*fields)
+
     def counts(
         self, context: Sequence[int] | np.ndarray, match_len: int, tokens: Sequence[int] | np.ndarray
     ) -> tuple[Array, Array]:
@@ -940,5 +1135,6 @@ def warm_up() -> None:
     tree.extend("a", [1, 2, 3, 1, 2] * 40)
     tree.finish("a")
     tree.speculate([1, 2], 2)
+    tree.speculate_tree([1, 2], 2, 2, 2)
     tree.counts([1, 2], 2, [3])
     tree.remove("a")

@@ -145,8 +145,7 @@ class UnrolledDrafter(nn.Module):
         """[B] most tokens that one after the other may be drafted for each row."""
         if self.tree is None:
             return context.max_draft_B
-        assert context.max_depth_B is not None
-        return np.minimum(context.max_depth_B, self.tree.depth)
+        return np.minimum(context.path_limit(), self.tree.depth)
 
     def draft_up_to(self, num_tokens: int) -> None:
         """Draft that many tokens from now on, or as many as the checkpoint allows."""

@@ -28,6 +28,7 @@ from specdec import gumbel, sampling
 from specdec.core import Context, Draft
 from specdec.model.kv import Tree
 from specdec.params import GREEDY_BELOW
+from specdec.tree import check_settings
 
 DEPTH = 5  # unless tree_depth says otherwise
 RANK_SHARE = 0.35  # of a static tree without a shape of its own: how much less likely each next child is accepted
@@ -82,13 +83,14 @@ def plan(
     max_depth: tokens that the drafter can draft one after the other; None: no limit.
     """
     if tree_topk is None and speculative_token_tree is None:
-        for key, value in (("tree_depth", tree_depth), ("tree_builder", tree_builder)):
-            if value is not None:
-                raise ValueError(f"{key}={value} is of trees, and the draft is a chain; give tree_topk, or leave it out")
+        if tree_builder is not None:
+            raise ValueError(
+                f"tree_builder={tree_builder} is for trees, and tree_topk is not set; set it, or leave tree_builder out"
+            )
+        check_settings(tree_topk, tree_depth)
         return None
-    for key, count in (("tree_topk", tree_topk), ("tree_depth", tree_depth)):
-        if count is not None and count < 1:
-            raise ValueError(f"{key}={count} must be at least 1")
+    if tree_topk is not None:
+        check_settings(tree_topk, tree_depth)
     builders = (builder, "static")
     if tree_builder not in (None, *builders):
         raise ValueError(f"tree_builder={tree_builder!r}: this method has {' and '.join(builders)}")

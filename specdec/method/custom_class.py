@@ -7,8 +7,8 @@ written like any file here, and what it leaves out is as in `specdec.core.Statel
     class Mine:
         def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
         def propose(self, context) -> Draft | list[list[int]]: ...
-        # optional: hidden_layers, needs_logits, needs_uniforms, num_confidence_features, on_start(row, request),
-        # on_finish(row), catch_up(context) -> bool, bytes_to_grow, reserve, reset, wipe
+        # optional: hidden_layers, needs_logits, needs_uniforms, num_confidence_features, drafts_trees,
+        # on_start(row, request), on_finish(row), catch_up(context) -> bool, bytes_to_grow, reserve, reset, wipe
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class CustomClass(StatelessProposer):
         self.hidden_layers = tuple(self.inner.hidden_layers)
         self.needs_logits = bool(self.inner.needs_logits)
         self.needs_uniforms = bool(self.inner.needs_uniforms)
+        self.drafts_trees = bool(self.inner.drafts_trees)
         self.num_confidence_features = int(self.inner.num_confidence_features)
 
     def on_start(self, row: int, request: Request) -> None:

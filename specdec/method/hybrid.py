@@ -101,6 +101,7 @@ class Hybrid(StatelessProposer):
             component.columns = None if columns == list(range(len(self.hidden_layers))) else columns
         self.needs_logits = any(proposer.needs_logits for proposer in proposers)
         self.needs_uniforms = any(proposer.needs_uniforms for proposer in proposers)
+        self.drafts_trees = any(proposer.drafts_trees for proposer in proposers)
         self.max_model_len = min((limit for proposer in proposers if (limit := proposer.max_model_len)), default=None)
         # the last that runs a model: whether a lookup drafts anything depends on the text
         runs_model = [proposer for proposer in proposers if proposer.facts.runs_model]
@@ -259,7 +260,10 @@ class Component:
     def draft(self, context: Context, place_B: np.ndarray) -> Draft:
         """Its draft for these rows of the context."""
         max_draft = self.proposer.num_speculative_tokens
-        inner_context = self._context_for(context, place_B, np.minimum(context.max_draft_B, max_draft))
+        max_draft_B = np.minimum(context.max_draft_B, max_draft)
+        if context.max_depth_B is not None and not self.proposer.drafts_trees:
+            max_draft_B = np.minimum(max_draft_B, context.max_depth_B)
+        inner_context = self._context_for(context, place_B, max_draft_B)
         if inner_context.uniform_BK is not None:
             inner_context.uniform_BK = inner_context.uniform_BK[:, :max_draft]
         return self.proposer.propose(inner_context)

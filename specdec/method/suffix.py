@@ -2,7 +2,7 @@
 
 Paper: SuffixDecoding, arXiv 2411.04975. Settings, defaults and limits are those of vLLM's method `suffix`, and so are the
 drafts and which responses are cached: they follow Arctic Inference 0.3, which it calls. The tree is that of
-`specdec.drafter.suffix_tree`.
+`specdec.drafter.suffix_tree`. Draft trees are our addition.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 
 from specdec import sampling
 from specdec.core import Context, Draft, Request, StatelessProposer, draft_from_lists
-from specdec.drafter.suffix_tree import SuffixTree, warm_up
+from specdec.drafter.suffix_tree import SuffixTree, TreeSpeculation, warm_up
 from specdec.params import SamplingParams
+from specdec.tree import check_settings
 
 
 @dataclass(slots=True)
@@ -50,8 +51,11 @@ class Suffix(StatelessProposer):
     suffix_decoding_max_cached_requests: responses in that tree, running ones included; the one that began first is removed
         first (a running request goes on without a place there); 0: no such tree.
     suffix_decoding_max_spec_factor: a match of m tokens drafts at most m times this.
-    suffix_decoding_min_token_prob: a draft ends where the product of its tokens' shares falls below this.
+    suffix_decoding_min_token_prob: a draft ends where the product of its tokens' shares, on its path, falls below this.
     min_score: a draft is proposed only if at least so many of its tokens are expected to be accepted, by the counts.
+    tree_topk: drafts are trees of up to num_speculative_tokens nodes with at most so many children each; None: chains.
+        The factor limits their depth.
+    tree_depth: tokens of a tree's longest path at most; None: no limit of its own.
 
     Confidence features of a token: the log-odds of its share among what came after the match and the draft so far; and the
     logarithm of the match's length over 4.
@@ -67,6 +71,8 @@ class Suffix(StatelessProposer):
         suffix_decoding_max_spec_factor: float = 1.0,
         suffix_decoding_min_token_prob: float = 0.1,
         min_score: float = 0.0,
+        tree_topk: int | None = None,
+        tree_depth: int | None = None,
     ) -> None:
         depth = suffix_decoding_max_tree_depth
         num_cached = suffix_decoding_max_cached_requests
@@ -84,12 +90,16 @@ class Suffix(StatelessProposer):
             raise ValueError(f"suffix_decoding_min_token_prob={min_prob} must be in [0, 1]; try 0.1")
         if not min_score >= 0:
             raise ValueError(f"min_score={min_score} must be at least 0; 0: any draft will do")
+        check_settings(tree_topk, tree_depth)
         self.num_speculative_tokens = depth if num_speculative_tokens is None else num_speculative_tokens
         self.depth = depth
         self.num_cached = num_cached
         self.max_spec_factor = factor
         self.min_token_prob = min_prob
         self.min_score = min_score
+        self.tree_topk = tree_topk
+        self.tree_depth = depth if tree_depth is None else tree_depth
+        self.drafts_trees = tree_topk is not None
         self.responses = SuffixTree(depth) if num_cached else None
         self._cached: deque[int] = deque()  # keys of the responses, in the order in which the requests started
         self._rows: dict[int, _Row] = {}
@@ -133,17 +143,33 @@ class Suffix(StatelessProposer):
 
     def propose(self, context: Context) -> Draft:
         drafts = []
+        parents = []
         confidence = []
+        max_depth_B = context.path_limit()
         for b, row in enumerate(context.rows.tolist()):
             state = self._rows[row]
             token_L = context.tokens(b)
             self._append(state, token_L[state.num_tokens :])
             limit = min(self.num_speculative_tokens, int(context.max_draft_B[b]))
-            tree, token_K, match_len = self._speculate(state, token_L[-self.depth :], limit)
-            drafts.append(token_K)
-            if context.return_confidence:
-                confidence.append(_confidence(tree, token_L, token_K, match_len))
-        return draft_from_lists(drafts, context.last_token_B.device, confidence if context.return_confidence else None)
+            if self.tree_topk is None:
+                tree, token_K, match_len = self._speculate(state, token_L[-self.depth :], limit)
+                drafts.append(token_K)
+                if context.return_confidence:
+                    confidence.append(_confidence(*tree.counts(token_L, match_len, token_K), match_len))
+            else:
+                max_depth = min(self.tree_depth, int(max_depth_B[b]))
+                draft = self._speculate_tree(state, token_L[-self.depth :], limit, max_depth, self.tree_topk)
+                num_nodes = len(draft.token_K) if draft.score >= self.min_score else 0
+                drafts.append(draft.token_K[:num_nodes])
+                parents.append(draft.parent_K[:num_nodes])
+                if context.return_confidence:
+                    confidence.append(_confidence(draft.count_K[:num_nodes], draft.total_K[:num_nodes], draft.match_len))
+        return draft_from_lists(
+            drafts,
+            context.last_token_B.device,
+            confidence if context.return_confidence else None,
+            parents if self.drafts_trees else None,
+        )
 
     def _append(self, state: _Row, token_L: np.ndarray) -> None:
         """Add tokens of the response to the trees."""
@@ -166,13 +192,22 @@ class Suffix(StatelessProposer):
                 match_len = other_len
         return tree, token_K if score >= self.min_score else token_K[:0], match_len
 
+    def _speculate_tree(self, state: _Row, token_L: np.ndarray, num_nodes: int, max_depth: int, topk: int) -> TreeSpeculation:
+        """The draft tree."""
+        settings = (num_nodes, max_depth, topk, self.max_spec_factor, 0.0, self.min_token_prob)
+        draft = state.tree.speculate_tree(token_L, *settings)
+        if self.responses is not None:
+            other = self.responses.speculate_tree(token_L, *settings)
+            if other.score > draft.score:
+                draft = other
+        return draft
 
-def _confidence(tree: SuffixTree, token_L: np.ndarray, token_K: np.ndarray, match_len: int) -> np.ndarray:
+
+def _confidence(count_K: np.ndarray, total_K: np.ndarray, match_len: int) -> np.ndarray:
     """[n, 2] confidence features of the n tokens of a draft."""
-    if not len(token_K):
+    if not len(count_K):
         return np.zeros((0, 2), np.float32)
-    share_K = sampling.share_log_odds(*tree.counts(token_L, match_len, token_K))
-    return np.stack([share_K, np.full(len(token_K), np.log(match_len / 4))], 1)
+    return np.stack([sampling.share_log_odds(count_K, total_K), np.full(len(count_K), np.log(match_len / 4))], 1)
 
 
 def measure(num_cached_tokens: int, depth: int = 24, seed: int = 0, copies: int = 1) -> dict[str, float]:

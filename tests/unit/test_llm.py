@@ -590,7 +590,7 @@ def test_a_key_that_is_not_built_is_never_ignored(key: str, target: CausalLM, on
 def test_every_key_of_vllm_is_known() -> None:
     ours = {
         *("prompt_lookup_latest", "shared_storage_path", "include_output_tokens", "pard_token", "cost_table"),
-        *("min_score", "proposers"),
+        *("min_score", "tree_topk", "tree_depth", "proposers"),
     }
     known = {*SpeculativeConfig.model_fields, *SpeculativeConfig.aliases}
     assert known - ours == BUILT | set(NOT_BUILT) | {"tensor_parallel_size"}
@@ -637,6 +637,12 @@ def mean(length: float) -> dict[str, Any]:
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ["cached_requests=-1"]),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": -1.0}, ["spec_factor=-1"]),
         ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, ["min_token_prob=1.5", "[0, 1]"]),
+        # draft trees
+        ({**NGRAM, "tree_topk": 0}, ["tree_topk=0", "at least 1", "try 4"]),
+        ({"method": "suffix", "tree_topk": -1}, ["tree_topk=-1", "at least 1", "try 4"]),
+        ({**NGRAM, "tree_topk": 2, "tree_depth": 0}, ["tree_depth=0", "at least 1", "try 8"]),
+        ({"method": "suffix", "tree_depth": 3}, ["tree_depth=3", "tree_topk is not set"]),
+        ({**NGRAM, "method": "ngram_gpu", "tree_topk": 2}, ["'ngram_gpu' takes no setting 'tree_topk'"]),
         # synthetic acceptance
         (rates(0.5, 0.6, 0.1), ["rise", "0.5", "0.6"]),
         (rates(1.2, 0.6, 0.1), ["synthetic_acceptance_rates[0]=1.2", "[0, 1]"]),

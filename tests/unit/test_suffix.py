@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from specdec.params import SamplingParams
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "drafters.json").read_text())["suffix_path"]
 ARCTIC = json.loads((Path(__file__).parents[1] / "vectors" / "suffix_arctic.json").read_text())  # what the real one answered
-KERNEL_NAMES = ("_extend", "_remove", "_move", "_rehash", "_speculate", "_counts")
+KERNEL_NAMES = ("_extend", "_remove", "_move", "_rehash", "_speculate", "_speculate_tree", "_counts")
 KERNELS = tuple(getattr(suffix_tree, name) for name in KERNEL_NAMES)
 TREES = (SuffixTreeReference, SuffixTree)
 
@@ -221,6 +222,94 @@ def test_fast_tree_is_the_reference(depth: int) -> None:
             both.compare()
         assert not both.reference.root.children
         assert_empty(both.fast)
+
+
+def tree_in_words(speculation: suffix_tree.TreeSpeculation) -> tuple[list[Any], ...]:
+    assert [len(x) for x in speculation[:5]] == [len(speculation.token_K)] * 5
+    assert speculation.token_K.dtype == speculation.parent_K.dtype == np.int64
+    assert speculation.prob_K.dtype == np.float32
+    return tuple(x.tolist() for x in speculation[:5]) + speculation[5:]
+
+
+def likeliest_prefixes(node: SuffixTreeReference.Node, max_depth: int, topk: int, prob: float = 1.0) -> list[float]:
+    """Probabilities of all nodes below this one."""
+    probs = []
+    for token in node.order[:topk] if max_depth else ():
+        child = node.children[token]
+        child_prob = prob * child.count / node.count
+        probs += [child_prob, *likeliest_prefixes(child, max_depth - 1, topk, child_prob)]
+    return sorted(probs, reverse=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4, 12, 24])
+def test_fast_draft_trees_are_the_reference(depth: int) -> None:
+    """Equal to the last bit, after evictions too; of one child per node, the chain; and no better tree of as many nodes."""
+    num_branched = 0
+    num_evicted = 0
+    for seed in range(12):
+        rng = random.Random(1000 * depth + seed)
+        both = Both(depth, rng.choice([1, 2, 3, 5, 20]), rng)
+        for _ in range(80):
+            both.act()
+            context = both.text(rng.randrange(30)) + both.text(rng.randrange(5))
+            num_nodes = rng.choice([0, 1, 5, 16, 100])
+            max_depth = rng.choice([0, 1, 3, 100])
+            topk = rng.choice([1, 2, 3, 100])
+            settings = (rng.choice([0.0, 1.0, 2.5]), rng.choice([-1.0, 0.0, 3.0]), rng.choice([0.0, 0.1, 0.3]))
+            fast = both.fast.speculate_tree(context, num_nodes, max_depth, topk, *settings)
+            expected = tree_in_words(both.reference.speculate_tree(context, num_nodes, max_depth, topk, *settings))
+            assert tree_in_words(fast) == expected
+            assert_best_first(fast)
+            if topk == 1:
+                chain = both.fast.speculate(context, min(num_nodes, max_depth), *settings)
+                assert in_words(chain) == (fast.token_K.tolist(), fast.prob_K.tolist(), fast.score, fast.match_len)
+                assert fast.parent_K.tolist() == list(range(-1, len(fast.token_K) - 1))
+            elif len(fast.token_K):
+                match = both.reference.find(context[len(context) - fast.match_len :])
+                budget = int(min(max_depth, fast.match_len * settings[0] + settings[1]))
+                probs = likeliest_prefixes(match, budget, topk)[:num_nodes]
+                n = len(fast.token_K)
+                assert fast.prob_K.tolist() == pytest.approx(probs[:n])
+                assert all(prob < settings[2] + 1e-6 for prob in probs[n:])
+            num_branched += len(np.unique(fast.parent_K)) < len(fast.parent_K)
+            num_evicted += both.num_started > len(both.reference.sequences)
+    assert num_branched >= 50 * (depth > 1)
+    assert num_evicted > 500
+
+
+def assert_best_first(tree: suffix_tree.TreeSpeculation) -> None:
+    """Ordered by (-probability, depth, creation), parents first, no token twice below one parent."""
+    depth_K: list[int] = []
+    for node, parent in enumerate(tree.parent_K.tolist()):
+        assert -1 <= parent < node
+        depth_K.append(1 + (depth_K[parent] if parent >= 0 else 0))
+    keys = list(zip((-tree.prob_K).tolist(), depth_K, tree.parent_K.tolist(), strict=True))
+    assert keys == sorted(keys)
+    children = list(zip(tree.parent_K.tolist(), tree.token_K.tolist(), strict=True))
+    assert len(set(children)) == len(children)
+
+
+@pytest.mark.parametrize("tree_class", TREES)
+def test_a_draft_tree(tree_class: type) -> None:
+    """After 1 2 came 3 twice, 6 and 8 once."""
+    tree = tree_class(24)
+    for key, tokens in enumerate([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 8]]):
+        tree.start(key, 4)
+        tree.extend(key, tokens)
+
+    def draft(*settings: float) -> list[tuple[int, int]]:
+        tokens, parents, *_ = tree_in_words(tree.speculate_tree([0, 1, 2], *settings))
+        return list(zip(tokens, parents, strict=True))
+
+    # one half, then quarters: the shallower come first, then those of the earlier parent, then as they are among siblings
+    best = [(3, -1), (6, -1), (8, -1), (4, 0), (5, 0), (7, 1)]
+    assert draft(9, 9, 9, 9.0, 0.0, 0.1) == best
+    assert draft(4, 9, 9, 9.0, 0.0, 0.1) == best[:4], "of four nodes"
+    assert draft(9, 1, 9, 9.0, 0.0, 0.1) == best[:3], "of depth 1"
+    assert draft(9, 9, 9, 0.5, 0.0, 0.1) == best[:3], "a match of two, at half"
+    assert draft(9, 9, 2, 9.0, 0.0, 0.1) == [(3, -1), (6, -1), (4, 0), (5, 0), (7, 1)], "of two children"
+    assert draft(9, 9, 1, 9.0, 0.0, 0.1) == [(3, -1), (4, 0)], "of one child: the chain"
+    assert draft(9, 9, 9, 9.0, 0.0, 0.3) == best[:1], "of .3 and more"
 
 
 def assert_empty(tree: SuffixTree) -> None:
