@@ -1,15 +1,15 @@
 """Trees of draft tokens under every scheme, held against exact vectors, and the trees themselves.
 
-The vectors are tests/vectors/trees.json; its `describe` fields say what each is. Left out are what this project does not do, or
-not with trees: children drawn with replacement (`iid`; here only as a mistake), `optimum`, which no scheme reaches, and
-best-first growth that expands node by node. Exact distributions come from bisecting the uniforms (support/draft_trees.py), or
-from all combinations of the target's own tokens; simulations beside them check what that takes for granted.
+The vectors are tests/vectors/trees.json; its `describe` fields say what each is. Left out is what this project does not do:
+children drawn with replacement (`iid`; here only as a mistake), `optimum`, which no scheme reaches, and best-first growth that
+expands node by node; the file lacks `select_then_chain`, `block_drafters` and tables of Monte Carlo means. Exact distributions
+come from bisecting the uniforms (support/draft_trees.py), or from all combinations of the target's own tokens; simulations
+beside them check what that takes for granted.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -252,8 +252,8 @@ def test_two_levels_emitted(entry: str, verify: Verify, counts: tuple[int, ...],
 
 
 def simulate_grown(name: str, counts: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
-    """num_accepted_B and tokens: trees that a `Grower` draws, verified as the engine does, with uniforms by position for schemes
-    that want that."""
+    """num_accepted_B and tokens: trees that a `Grower` draws, verified as the engine does, with uniforms by position where the
+    scheme wants that."""
     verifier = scheme(name)
     generator = torch.Generator().manual_seed(seed)
     plan = static_plan(*counts)
@@ -337,11 +337,11 @@ def tables_of_seed(seed: int, vocab: int, depth: int) -> tuple[Table, Table]:
 
     def weights() -> list[float]:
         nonlocal state
-        drawn = []
+        weight_V = []
         for _ in range(vocab):
             state = (1103515245 * state + 12345) % 2**31
-            drawn.append((state >> 16) % 6 + 1)
-        return [weight / sum(drawn) for weight in drawn]
+            weight_V.append((state >> 16) % 6 + 1)
+        return [weight / sum(weight_V) for weight in weight_V]
 
     prefixes = [prefix for n in range(depth + 1) for prefix in itertools.product(range(vocab), repeat=n)]
     rows = [(prefix, weights(), weights()) for prefix in prefixes]
