@@ -905,12 +905,12 @@ def growing(how: str) -> GrowingProposer:
 @pytest.mark.parametrize("how", PLANS)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_joint_distribution(name: str, how: str) -> None:
-    requests = decode(TABLE, growing(how), scheme(name))
+    requests = decode(TABLE, growing(how), scheme(name), num_requests=200)
     assert misfit(TABLE, requests) < 1
     accepted = np.concatenate([request.stats.accepted for request in requests])
     assert set(accepted) == {0, 1, 2, 3}
     if rejection.find(name).keyed_by == "position":
-        plain = decode(TABLE, method.build("none", TABLE), scheme(name))
+        plain = decode(TABLE, method.build("none", TABLE), scheme(name), num_requests=200)
         assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
 
 
@@ -918,15 +918,16 @@ def test_joint_distribution(name: str, how: str) -> None:
 def test_joint_distribution_of_pruned_trees(name: str) -> None:
     """The first nodes of a tree, as many as lots have it; also none."""
     drafting = growing("sampled")
-    assert misfit(TABLE, decode(TABLE, drafting, scheme(name), deciding=Restless(drafting.num_speculative_tokens))) < 1
+    policy = Restless(drafting.num_speculative_tokens)
+    assert misfit(TABLE, decode(TABLE, drafting, scheme(name), num_requests=200, deciding=policy)) < 1
 
 
 @pytest.mark.parametrize("how", PLANS)
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_greedy_tokens(name: str, how: str) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24)
-    requests = decode(TABLE, growing(how), scheme(name), params, 40, rows=8)
-    plain = decode(TABLE, method.build("none", TABLE), scheme(name), params, 40, rows=8)
+    requests = decode(TABLE, growing(how), scheme(name), params, 20, rows=8)
+    plain = decode(TABLE, method.build("none", TABLE), scheme(name), params, 20, rows=8)
     assert [r.output_token_ids for r in requests] == [r.output_token_ids for r in plain]
 
 
