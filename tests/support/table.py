@@ -69,7 +69,7 @@ class TokenCache:
         self.token_RS[row_N, slot_N] = token_N
 
     def move(self, row_N: Tensor, from_slot_N: Tensor, to_slot_N: Tensor) -> None:
-        self.token_RS[row_N, to_slot_N] = self.token_RS[row_N, from_slot_N]
+        self.token_RS[row_N.numpy(), to_slot_N.numpy()] = self.token_RS[row_N.numpy(), from_slot_N.numpy()]
 
     def wipe(self) -> None:
         self.token_RS[:] = POISON
@@ -191,13 +191,27 @@ class TableLM(CausalLM):
             before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
         else:
             assert isinstance(visibility, Tree)
-            sees, position_N = _sees(visibility, start_B, length_B, slot_BM)
-            slot_N = np.array([slots[-1] for slots in sees])
+            tree = visibility
+            b_N = np.repeat(np.arange(len(start_B)), length_B)
+            place_N = np.arange(len(token_N)) - np.repeat(np.cumsum(length_B) - length_B, length_B) + tree.num_stored
+            slot_BX = start_B[:, None] + np.arange(tree.parent_BX.shape[1])
+            if slot_BM is not None:
+                slot_BX[:, tree.num_stored :] = slot_BM
+            slot_N = slot_BX[b_N, place_N]
+            position_N = start_B[b_N] + tree.depth_BX()[b_N, place_N]
             cache.write(row_N, slot_N, token_N)
-            seen = [cache.token_RS[row, slots] for row, slots in zip(row_N, sees, strict=True)]
-            assert all((tokens != POISON).all() for tokens in seen), "never written, but read"
-            last_N = np.array([tokens[-1] for tokens in seen])
-            before_N = np.array([tokens[-2] if len(tokens) > 1 else self.vocab_size for tokens in seen])
+
+            # a token looks at every slot of the prefix, and at those of its ancestors, as attention does
+            sees_NX = tree.visible_BMX()[b_N, place_N - tree.num_stored]
+            seen_NS = np.arange(cache.slots) < start_B[b_N, None]
+            n, x = np.nonzero(sees_NX)
+            seen_NS[n, slot_BX[b_N[n], x]] = True
+            unwritten_NS = seen_NS & (cache.token_RS[row_N] == POISON)
+            assert not unwritten_NS.any(), f"never written, but read: {np.argwhere(unwritten_NS).tolist()}"
+            last_N = cache.token_RS[row_N, slot_N]
+            parent_N = tree.parent_BX[b_N, place_N]
+            before_slot_N = np.where(parent_N < 0, start_B[b_N] - 1, slot_BX[b_N, parent_N.clip(0)])
+            before_N = np.where(position_N > 0, cache.token_RS[row_N, before_slot_N], self.vocab_size)
         assert slot_N.max() < cache.slots
         assert position_N.max() < self.max_model_len
 
@@ -222,25 +236,6 @@ class TableLM(CausalLM):
     def logits_after(self, tokens: Sequence[int]) -> np.ndarray:
         """[V] what a forward over the tokens gives for the last of them."""
         return self.table[tokens[-2] if len(tokens) > 1 else self.vocab_size, tokens[-1]]
-
-
-def _sees(
-    visibility: Tree, start_B: np.ndarray, length_B: np.ndarray, slot_BM: np.ndarray | None
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Of every token of a forward, rows end to end: the slots that it sees, its own last; and its position."""
-    sees = []
-    positions = []
-    for b, (start, length) in enumerate(zip(start_B, length_B, strict=True)):
-        slot_X = start + np.arange(visibility.num_stored + length)
-        if slot_BM is not None:
-            slot_X[visibility.num_stored :] = slot_BM[b, :length]
-        for x in range(visibility.num_stored, visibility.num_stored + length):
-            path = [x]
-            while (parent := visibility.parent_BX[b, path[0]]) >= 0:
-                path.insert(0, int(parent))
-            sees.append(np.concatenate([np.arange(start), slot_X[path]]))
-            positions.append(start + len(path) - 1)
-    return sees, np.array(positions)
 
 
 class FirstWriteWins(TokenCache):
