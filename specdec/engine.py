@@ -378,9 +378,11 @@ class Engine:
         finite_BK = None if draft.finite_BK is None else draft.finite_BK[:, :width]
         parent_BK = None
         if draft.parent_BK is not None:
-            own_BK = draft.parents()[:, :width]
+            node_parent_BK = draft.parents()[:, :width]
             parent_BK = torch.from_numpy(
-                self.processes.broadcast(np.pad(own_BK, ((0, 0), (0, width - own_BK.shape[1])), constant_values=-1))
+                self.processes.broadcast(
+                    np.pad(node_parent_BK, ((0, 0), (0, width - node_parent_BK.shape[1])), constant_values=-1)
+                )
             )
         return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B), finite_BK=finite_BK, parent_BK=parent_BK)
 

@@ -292,12 +292,12 @@ class Grower:
         num_rows = len(self.depth_B)
         is_drafted_B1 = (self.depth_B > 0)[:, None]
         row_N = np.flatnonzero(self.depth_B)
-        token_NC, own_NC, _ = self._children(logits_BV[torch.from_numpy(row_N)], row_N, self.plan.topk)
+        token_NC, logprob_NC, _ = self._children(logits_BV[torch.from_numpy(row_N)], row_N, self.plan.topk)
         width = token_NC.shape[1]
         # of all candidates so far
         token_BP = _spread(token_NC, is_drafted_B1, 0)
-        own_BP = _spread(own_NC, is_drafted_B1, -np.inf)  # the logarithm of its probability after its parent
-        score_BP = own_BP
+        logprob_BP = _spread(logprob_NC, is_drafted_B1, -np.inf)  # the logarithm of its probability after its parent
+        score_BP = logprob_BP
         parent_BP = np.full_like(token_BP, -1)  # the place of its parent among the candidates
         depth_BP = np.zeros_like(token_BP)
         goes_on_BP = _spread(self._may_go_on(row_N, token_NC), is_drafted_B1, False)
@@ -318,21 +318,21 @@ class Grower:
             parent_BX = np.concatenate([parent_BX, stored_BW], 1)
             place_in_level_BW = (stored_BW - (num_stored - width)).clip(0) if depth else np.zeros_like(stored_BW)
             level = Level(depth, np.take_along_axis(token_BP, place_BW, 1), count_B, place_in_level_BW, parent_BX)
-            token_NC, own_NC, _ = self._children(expand(level), level.row_N, width)
+            token_NC, logprob_NC, _ = self._children(expand(level), level.row_N, width)
             is_node_BW = np.arange(width) < count_B[:, None]
             num_children = token_NC.shape[1]
-            own_BC = _spread(own_NC, is_node_BW, -np.inf)
-            score_BC = np.repeat(np.take_along_axis(score_BP, place_BW, 1), num_children, 1) + own_BC
+            logprob_BC = _spread(logprob_NC, is_node_BW, -np.inf)
+            score_BC = np.repeat(np.take_along_axis(score_BP, place_BW, 1), num_children, 1) + logprob_BC
             first = token_BP.shape[1]
             token_BP = np.concatenate([token_BP, _spread(token_NC, is_node_BW, 0)], 1)
-            own_BP = np.concatenate([own_BP, own_BC], 1)
+            logprob_BP = np.concatenate([logprob_BP, logprob_BC], 1)
             score_BP = np.concatenate([score_BP, score_BC], 1)
             parent_BP = np.concatenate([parent_BP, np.repeat(place_BW, num_children, 1)], 1)
-            depth_BP = np.concatenate([depth_BP, np.full(own_BC.shape, depth + 1)], 1)
+            depth_BP = np.concatenate([depth_BP, np.full(logprob_BC.shape, depth + 1)], 1)
             goes_on_BP = np.concatenate([goes_on_BP, _spread(self._may_go_on(level.row_N, token_NC), is_node_BW, False)], 1)
-            stored_BP = np.concatenate([stored_BP, np.full(own_BC.shape, -1)], 1)
+            stored_BP = np.concatenate([stored_BP, np.full(logprob_BC.shape, -1)], 1)
         kept_BK, length_B = best(score_BP, depth_BP, self.context.max_draft_B)
-        return self._draft(token_BP, parent_BP, own_BP, kept_BK, length_B)
+        return self._draft(token_BP, parent_BP, logprob_BP, kept_BK, length_B)
 
     # ------------------------------------------------------------------------------------------- best first
 
@@ -342,29 +342,29 @@ class Grower:
         num_depths = int(self.depth_B.max(initial=0))
         shape = (num_rows, num_depths, min(self.plan.topk, logits_BV.shape[1]))
         token_BDC = np.zeros(shape, dtype=np.int64)
-        own_BDC = np.full(shape, -np.inf)
+        logprob_BDC = np.full(shape, -np.inf)
         for depth in range(num_depths):
             row_N = np.flatnonzero(self.depth_B > depth)
             count_B = (self.depth_B > depth).astype(np.int64)
             zeros_B1 = np.zeros((num_rows, 1), dtype=np.int64)
             level = Level(depth - 1, zeros_B1, count_B, zeros_B1, np.zeros((num_rows, depth), dtype=np.int64))
             logits_NV = expand(level) if depth else logits_BV[torch.from_numpy(row_N)]
-            token_BDC[row_N, depth], own_BDC[row_N, depth], _ = self._children(logits_NV, row_N, self.plan.topk)
+            token_BDC[row_N, depth], logprob_BDC[row_N, depth], _ = self._children(logits_NV, row_N, self.plan.topk)
         num_nodes = int(self.context.max_draft_B.max(initial=0))
         place_BK = np.tile(np.arange(num_nodes), (num_rows, 1))
         token_BK = np.zeros_like(place_BK)
-        own_BK = np.full(place_BK.shape, -np.inf)
+        logprob_BK = np.full(place_BK.shape, -np.inf)
         parent_BK = np.full_like(place_BK, -1)
         length_B = np.zeros(num_rows, dtype=np.int64)
         for b, limit in enumerate(self.context.max_draft_B):
             ends_DC = ~self._may_go_on(np.full(num_depths, b), token_BDC[b])
-            depth_k, rank_k, parent_k = best_first(own_BDC[b, : self.depth_B[b]], int(limit), ends_DC)
+            depth_k, rank_k, parent_k = best_first(logprob_BDC[b, : self.depth_B[b]], int(limit), ends_DC)
             length_B[b] = len(depth_k)
             token_BK[b, : length_B[b]] = token_BDC[b, depth_k, rank_k]
-            own_BK[b, : length_B[b]] = own_BDC[b, depth_k, rank_k]
+            logprob_BK[b, : length_B[b]] = logprob_BDC[b, depth_k, rank_k]
             parent_BK[b, : length_B[b]] = parent_k
         width = int(length_B.max(initial=0))
-        return self._draft(token_BK, parent_BK, own_BK, place_BK[:, :width], length_B)
+        return self._draft(token_BK, parent_BK, logprob_BK, place_BK[:, :width], length_B)
 
     # ------------------------------------------------------------------------------------------- static
 
@@ -383,28 +383,28 @@ class Grower:
         parent_place_K = np.array([place[int(parent)] for parent in parent_K])
 
         token_BK = np.zeros((num_rows, num_nodes), dtype=np.int64)
-        own_BK = np.full((num_rows, num_nodes), -np.inf)
+        logprob_BK = np.full((num_rows, num_nodes), -np.inf)
         is_node_BK = np.zeros((num_rows, num_nodes), dtype=bool)
         goes_on_BK = np.zeros((num_rows, num_nodes), dtype=bool)
-        laws: list[Tensor] = []  # of what is expanded, [B, W, V]
+        q_of_levels: list[Tensor] = []  # of what is expanded, [B, W, V]
         count_B = (self.depth_B > 0).astype(np.int64)
         row_N = np.flatnonzero(count_B)
         logits_NV = logits_BV[torch.from_numpy(row_N)]
         first = 0  # place of the level
         for depth, level_W in enumerate(levels):
             is_expanded_BW = np.arange(len(level_W)) < count_B[:, None]
-            token_NC, own_NC, q_NV = self._children(
+            token_NC, logprob_NC, q_NV = self._children(
                 logits_NV, row_N, self.plan.topk, self._uniforms(level_W, depth, is_expanded_BW)
             )
             if q_NV is not None:
-                law_BWV = q_NV.new_zeros(*is_expanded_BW.shape, q_NV.shape[1])
-                law_BWV[torch.from_numpy(is_expanded_BW)] = q_NV
-                laws.append(law_BWV)
+                q_BWV = q_NV.new_zeros(*is_expanded_BW.shape, q_NV.shape[1])
+                q_BWV[torch.from_numpy(is_expanded_BW)] = q_NV
+                q_of_levels.append(q_BWV)
             shape = (*is_expanded_BW.shape, -1)
             node_k = np.flatnonzero((depth_K == depth) & (rank_K < token_NC.shape[1]))
             at = (parent_place_K[node_k] - first, rank_K[node_k])
             token_BK[:, node_k] = _spread(token_NC, is_expanded_BW, -1).reshape(shape)[:, *at]
-            own_BK[:, node_k] = _spread(own_NC, is_expanded_BW, -np.inf).reshape(shape)[:, *at]
+            logprob_BK[:, node_k] = _spread(logprob_NC, is_expanded_BW, -np.inf).reshape(shape)[:, *at]
             parent_k = parent_K[node_k]
             is_node_BK[:, node_k] = (token_BK[:, node_k] >= 0) & ((parent_k < 0) | (is_node_BK & goes_on_BK)[:, parent_k])
             goes_on_BK[:, node_k] = self._may_go_on(np.arange(num_rows), token_BK[:, node_k])
@@ -428,11 +428,11 @@ class Grower:
             first += len(level_W)
         place_BK = np.tile(np.arange(num_nodes), (num_rows, 1))
         kept_BK, length_B = best(np.where(is_node_BK, -place_BK, -np.inf), np.zeros_like(place_BK), self.context.max_draft_B)
-        draft = self._draft(token_BK, np.tile(parent_K, (num_rows, 1)), own_BK, kept_BK, length_B)
+        draft = self._draft(token_BK, np.tile(parent_K, (num_rows, 1)), logprob_BK, kept_BK, length_B)
         if self.is_sampled:
-            law_BXV = torch.cat(laws, 1)
-            at_BK = torch.from_numpy(parent_place_K[kept_BK].clip(max=law_BXV.shape[1] - 1)).to(law_BXV.device)
-            draft.q_BKV = law_BXV[torch.arange(num_rows, device=law_BXV.device).unsqueeze(1), at_BK]
+            q_BXV = torch.cat(q_of_levels, 1)
+            at_BK = torch.from_numpy(parent_place_K[kept_BK].clip(max=q_BXV.shape[1] - 1)).to(q_BXV.device)
+            draft.q_BKV = q_BXV[torch.arange(num_rows, device=q_BXV.device).unsqueeze(1), at_BK]
         return draft
 
     def _uniforms(self, level_W: np.ndarray, depth: int, is_expanded_BW: np.ndarray) -> Tensor | None:
@@ -446,7 +446,7 @@ class Grower:
     # ------------------------------------------------------------------------------------------- what they have in common
 
     def _draft(
-        self, token_BP: np.ndarray, parent_BP: np.ndarray, own_BP: np.ndarray, kept_BK: np.ndarray, length_B: np.ndarray
+        self, token_BP: np.ndarray, parent_BP: np.ndarray, logprob_BP: np.ndarray, kept_BK: np.ndarray, length_B: np.ndarray
     ) -> Draft:
         """The draft of the candidates that are kept, in their order; beyond a row's length is padding."""
         device = self.context.last_token_B.device
@@ -458,10 +458,10 @@ class Grower:
         token_BK = np.where(is_node_BK, np.take_along_axis(token_BP, kept_BK, 1), 0)
         confidence_BKF = None
         if self.context.return_confidence:
-            own_BK = np.where(is_node_BK, np.take_along_axis(own_BP, kept_BK, 1), 0.0)
+            logprob_BK = np.where(is_node_BK, np.take_along_axis(logprob_BP, kept_BK, 1), 0.0)
             if not self.is_sampled:
-                own_BK = own_BK - np.log1p(-np.exp(own_BK).clip(max=1 - 2**-24))
-            confidence_BKF = torch.from_numpy(own_BK.clip(-40, 40).astype(np.float32)).unsqueeze(-1).to(device)
+                logprob_BK = logprob_BK - np.log1p(-np.exp(logprob_BK).clip(max=1 - 2**-24))
+            confidence_BKF = torch.from_numpy(logprob_BK.clip(-40, 40).astype(np.float32)).unsqueeze(-1).to(device)
         finite_BK = torch.from_numpy(np.broadcast_to(self.finite_B[:, None], token_BK.shape).copy())
         return Draft(
             torch.from_numpy(token_BK).to(device, non_blocking=True),

@@ -199,17 +199,17 @@ class Hybrid(StatelessProposer):
     ) -> list[tuple[int, np.ndarray, Draft]]:
         """The component's trees of all rows, with the drafts that there are in them."""
         rows = np.flatnonzero(context.max_draft_B > 0)
-        grown = component.draft(context, rows)
-        found = self._join(context, drafts).select_rows(rows)
+        tree_draft = component.draft(context, rows)
+        lookup = self._join(context, drafts).select_rows(rows)
         self.last_R |= dict.fromkeys(context.rows[rows].tolist(), component)
-        token_BK, found_BK = (draft.token_BK.cpu().numpy() for draft in (grown, found))
-        grown_length_B, found_length_B = grown.length_B.numpy(), found.length_B.numpy()
+        token_BK, lookup_BK = (draft.token_BK.cpu().numpy() for draft in (tree_draft, lookup))
+        tree_length_B, lookup_length_B = tree_draft.length_B.numpy(), lookup.length_B.numpy()
         trees = [
             tree.graft(
-                found_BK[b, : found_length_B[b]],
-                found.parents()[b, : found_length_B[b]],
-                token_BK[b, : grown_length_B[b]],
-                grown.parents()[b, : grown_length_B[b]],
+                lookup_BK[b, : lookup_length_B[b]],
+                lookup.parents()[b, : lookup_length_B[b]],
+                token_BK[b, : tree_length_B[b]],
+                tree_draft.parents()[b, : tree_length_B[b]],
                 int(context.max_draft_B[row]),
             )
             for b, row in enumerate(rows)
@@ -217,16 +217,16 @@ class Hybrid(StatelessProposer):
         draft = draft_from_lists(
             [tokens for tokens, *_ in trees], context.last_token_B.device, parents=[parents for _, parents, *_ in trees]
         )
-        if grown.finite_BK is not None:
-            draft.finite_BK = grown.finite_BK.all(1, keepdim=True).expand(draft.token_BK.shape)
+        if tree_draft.finite_BK is not None:
+            draft.finite_BK = tree_draft.finite_BK.all(1, keepdim=True).expand(draft.token_BK.shape)
         if context.return_confidence:  # those of the component's own nodes; of the others nothing is known
             confidence_BKF = draft.token_BK.new_zeros(
                 (*draft.token_BK.shape, component.proposer.num_confidence_features)
             ).float()
-            for b, (*_, own) in enumerate(trees):
-                at = torch.from_numpy(np.flatnonzero(own >= 0))
-                if grown.confidence_BKF is not None:
-                    confidence_BKF[b, at] = grown.confidence_BKF[b, torch.from_numpy(own[own >= 0])]
+            for b, (*_, node_k) in enumerate(trees):
+                at = torch.from_numpy(np.flatnonzero(node_k >= 0))
+                if tree_draft.confidence_BKF is not None:
+                    confidence_BKF[b, at] = tree_draft.confidence_BKF[b, torch.from_numpy(node_k[node_k >= 0])]
             draft.confidence_BKF = confidence_BKF
         return [(place, rows, draft)]
 

@@ -133,21 +133,20 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     is_drafted_BK = is_drafted(draft, p_BJV)
     at_B = parent_BK.new_full(parent_BK.shape[:1], -1)
     left_BV = p_BJV[:, 0].double()
-    drawn_BV = torch.zeros_like(left_BV, dtype=torch.bool)  # tokens of the children that were rejected
+    taken_BV = torch.zeros_like(left_BV, dtype=torch.bool)  # tokens of the children that were rejected
     accept_BK = torch.zeros_like(is_drafted_BK)
     for k in range(parent_BK.shape[1]):
         is_here_B = is_drafted_BK[:, k] & (parent_BK[:, k] == at_B)
         if is_known_empty(is_here_B):
-            accepted.append(is_here_B)
             continue
         token_B1 = token_BK[:, k : k + 1]
-        q_BV = without(draft.q_BKV[:, k], drawn_BV)
+        q_BV = without(draft.q_BKV[:, k], taken_BV)
         accept_B = is_here_B & (u_BJ[:, k] * q_BV.gather(1, token_B1).squeeze(1) < left_BV.gather(1, token_B1).squeeze(1))
         is_rejected_B1 = (is_here_B & ~accept_B).unsqueeze(1)
         accept_B1 = accept_B.unsqueeze(1)
         left_BV = torch.where(is_rejected_B1, normalised((left_BV - q_BV).clamp(min=0), left_BV), left_BV)
         left_BV = torch.where(accept_B1, p_BJV[:, k + 1].double(), left_BV)
-        drawn_BV = (drawn_BV | torch.zeros_like(drawn_BV).scatter(1, token_B1, is_rejected_B1)) & ~accept_B1
+        taken_BV = (taken_BV | torch.zeros_like(taken_BV).scatter(1, token_B1, is_rejected_B1)) & ~accept_B1
         at_B = torch.where(accept_B, k, at_B)
         accept_BK[:, k] = accept_B
     num_accepted_B, _, path_BK = tree.walk(parent_BK, accept_BK)
@@ -159,9 +158,9 @@ def is_known_empty(which_B: Tensor) -> bool:
     return which_B.device.type == "cpu" and not which_B.any()
 
 
-def without(q_BV: Tensor, drawn_BV: Tensor) -> Tensor:
-    """[B, V] float64, the distribution of the next draw without replacement. drawn_BV: which tokens were drawn before."""
-    left_BV = q_BV.double().masked_fill(drawn_BV, 0.0)
+def without(q_BV: Tensor, taken_BV: Tensor) -> Tensor:
+    """[B, V] float64, the distribution of the next draw without replacement. taken_BV: which tokens were drawn before."""
+    left_BV = q_BV.double().masked_fill(taken_BV, 0.0)
     return normalised(left_BV, left_BV)
 
 

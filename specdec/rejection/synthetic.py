@@ -3,7 +3,7 @@
 `synthetic_acceptance_rates[i]` is P(draft tokens 0..i are accepted), so the rates do not rise; token i is accepted with the
 conditional rate r_i / r_{i-1}, whatever the target's probabilities are, at temperature 0 too. The extra token is the residual
 sample of `standard`, which at temperature 0 is the target's argmax. Of a tree, the first child of a node is accepted with the
-rate of its depth, and the others are not: the rates are those of a chain.
+rate of its depth, and the others are not: the rates are those of a chain. The extra token is not that child, whatever q was.
 """
 
 from __future__ import annotations
