@@ -517,8 +517,8 @@ class Policy(Protocol):
         """[B] tokens of each draft that are verified."""
         ...
 
-    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
-        """The outcome of a step: the draft as it was verified, and how much of it was accepted."""
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None = None) -> None:
+        """The outcome of a step: the draft as it was verified, how much of it was accepted, and of trees which nodes."""
 
 
 class FixedLengthPolicy:
@@ -535,7 +535,7 @@ class FixedLengthPolicy:
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         return draft.length_B.numpy()
 
-    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None = None) -> None:
         pass
 
 

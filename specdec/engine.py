@@ -608,7 +608,7 @@ class Engine:
         """The verdict, for the policy and for the rows' next drafts."""
         has_draft_B = draft.length_B.numpy() > 0
         self.state.num_accepted_prev_R[rows[has_draft_B]] = verdict.num_accepted_B[has_draft_B]
-        self.policy.observe(rows, draft, verdict.num_accepted_B)
+        self.policy.observe(rows, draft, verdict.num_accepted_B, verdict.path_BK)
 
     # ---------------------------------------------------------------- commit
 

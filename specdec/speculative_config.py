@@ -297,7 +297,16 @@ class PolicyPlan:
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, max_draft):
             auto = False  # the draft is there before its length is chosen
             prunes = True
-        return Adaptive(table, max_draft, max_batch_size, auto, prunes, proposer.num_confidence_features, scheduled)
+        return Adaptive(
+            table,
+            max_draft,
+            max_batch_size,
+            auto,
+            prunes,
+            proposer.num_confidence_features,
+            scheduled,
+            proposer.drafts_trees,
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec import method, rejection
-from specdec.core import Context, Draft, Request, StatelessProposer, Verdict, check_proposer, require_chain
+from specdec.core import Context, Draft, Request, StatelessProposer, Verdict, check_proposer
 from specdec.engine import Engine
 from specdec.model.attention import SlotAttention
 from specdec.model.kv import CAUSAL, Block, ForwardBatch, SlotCache, Tree, Visibility
@@ -334,7 +334,6 @@ RESPECTED: dict[str, tuple[Callable[[], Draft], list[list[int]]]] = {
 REFUSED: dict[str, Callable[[], Any]] = {
     "an adaptive policy": lambda: Adaptive(COSTS, 3, 2, auto=False, prunes=True).verify_lengths(np.arange(2), TREE),
     "measuring costs": lambda: PaddedProposer(Fixed(), 3).propose(CONTEXT),
-    "decoding with 2 processes": lambda: require_chain(TREE, "decoding with 2 processes"),
 }
 
 
@@ -353,17 +352,27 @@ def test_what_takes_chains_refuses_a_tree(place: str, one_line: Callable[..., st
 
 
 @pytest.mark.parametrize("name", rejection.names())
-def test_a_scheme_for_chains_refuses_a_tree(name: str, one_line: Callable[..., str]) -> None:
-    one_line(lambda: scheme(name, 3)(TREE, P_BJV, U_BJ), f"rejection scheme {name}", "takes chains", "parent_BK")
-
-
-@pytest.mark.parametrize("name", rejection.names())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_engine_refuses_a_tree_that_its_scheme_does(name: str, temperature: float, one_line: Callable[..., str]) -> None:
-    """Also where all rows are greedy and the scheme is not asked."""
-    engine = Engine(tiny(), Fixed(), scheme(name, 3))
-    request = Request("0", [65, 66], SamplingParams(temperature=temperature, max_tokens=8))
-    one_line(lambda: list(engine.run([request])), "takes chains")
+def test_the_engine_takes_trees_under_every_scheme(name: str, temperature: float) -> None:
+    """Also of a proposer that says nothing of trees: its nodes are no more than what may still be emitted."""
+    engine = Engine(tiny(), Fixed(), scheme(name, 3), max_batch_size=2)
+    params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
+    requests = list(engine.run([Request(str(i), [65, 66], params) for i in range(2)]))
+    assert [len(request.output_token_ids) for request in requests] == [8, 8]
+    assert all(len(request.stats.draft_parents) == len(request.stats.drafted) for request in requests)
+
+
+def test_a_tree_is_no_deeper_than_what_may_be_emitted(one_line: Callable[..., str]) -> None:
+    class Deep(Fixed):
+        drafts_trees = True
+
+        def propose(self, context: Context) -> Draft:
+            draft = super().propose(context)
+            return Draft(draft.token_BK, draft.length_B, parent_BK=torch.arange(-1, 2).expand(len(context.rows), 3))
+
+    engine = Engine(tiny(), Deep(), scheme("standard", 3))
+    request = Request("0", [65, 66], SamplingParams(temperature=0, max_tokens=3))
+    one_line(lambda: list(engine.run([request])), "Deep.propose drafted trees [3] deep", "max_depth_B allows [1]")
 
 
 def test_a_node_hangs_on_one_before_it(one_line: Callable[..., str]) -> None:
