@@ -169,7 +169,7 @@ def run(proposer: Proposer, target: TableLM, prompt: list[int], **more: Any) -> 
     return request
 
 
-def test_rejected_nodes_teach_too() -> None:
+def test_the_matrix_learns_from_rejected_nodes() -> None:
     """1 is never emitted; that it follows itself is known after the step that drafts it."""
     target = repeating()
     proposer = TokenRecycling(target, 3, speculative_token_tree="[(0,), (1,), (1, 0)]")
