@@ -28,6 +28,7 @@ from specdec.core import Draft, FixedLengthPolicy
 from specdec.policy.cost_table import CostTable
 
 AUTO_MAX_DRAFT = 8  # longest draft of num_speculative_tokens=auto, where the drafter has no limit of its own
+AUTO_MAX_NODES = 32  # of a tree
 FREE_SHARE = 0.03  # of a plain step: where drafting takes less time, the length is decided after it
 EXPLORE_STEPS = 32  # a row without a verified draft token for so many steps gets one token
 DECAY = 0.8  # per step, of a row's acceptance counts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec import method, rejection
-from specdec.core import Context, Draft, Request, StatelessProposer, Verdict, check_proposer
+from specdec.core import Context, Draft, Request, StatelessProposer, Verdict, check_proposer, require_chain
 from specdec.engine import Engine
 from specdec.model.attention import SlotAttention
 from specdec.model.kv import CAUSAL, Block, ForwardBatch, SlotCache, Tree, Visibility
@@ -298,7 +298,8 @@ class Fixed(StatelessProposer):
     num_speculative_tokens = 3
 
     def propose(self, context: Context) -> Draft:
-        return TREE.select_rows(np.arange(len(context.rows)))
+        draft = TREE.select_rows(np.arange(len(context.rows)))
+        return draft.cut(np.minimum(draft.length_B.numpy(), context.max_draft_B))
 
 
 def joined(*components: StatelessProposer) -> Draft:
@@ -324,16 +325,13 @@ CONTEXT = Context(
 )
 COSTS = CostTable([1, 2], [0, 3], [[1.0, 2.0]] * 2, [[0.0, 1.0]] * 2, {})
 
-# Where drafts are cut, scattered, composed and verified: what comes of their parents, or who refuses them
+# Where drafts are cut, scattered and composed: what comes of their parents
 RESPECTED: dict[str, tuple[Callable[[], Draft], list[list[int]]]] = {
     "cut": (lambda: TREE.cut(np.array([2, 1])), [[-1, -1], [-1, 0]]),
     "select_rows": (lambda: TREE.select_rows(np.array([1])), [[-1, 0, 0]]),
     "scatter_rows": (lambda: TREE.scatter_rows(np.array([0, 2]), 3), [[-1, -1, 0], [0, 0, 0], [-1, 0, 0]]),
     "hybrid": (lambda: joined(Fixed()), [[-1, -1, 0], [-1, 0, 0]]),
-}
-REFUSED: dict[str, Callable[[], Any]] = {
-    "an adaptive policy": lambda: Adaptive(COSTS, 3, 2, auto=False, prunes=True).verify_lengths(np.arange(2), TREE),
-    "measuring costs": lambda: PaddedProposer(Fixed(), 3).propose(CONTEXT),
+    "measuring costs": (lambda: PaddedProposer(Fixed(), 4).propose(CONTEXT), [[-1, -1, 0], [-1, 0, 0]]),
 }
 
 
@@ -346,9 +344,30 @@ def test_parents_go_where_their_tokens_go(place: str) -> None:
     assert draft.parent_BK.shape == draft.token_BK.shape
 
 
-@pytest.mark.parametrize("place", REFUSED)
-def test_what_takes_chains_refuses_a_tree(place: str, one_line: Callable[..., str]) -> None:
-    one_line(REFUSED[place], place, "takes chains", "parent_BK", "use a method that drafts chains")
+def test_a_scheme_for_chains_may_refuse_a_tree(one_line: Callable[..., str]) -> None:
+    one_line(lambda: require_chain(TREE, "my scheme"), "my scheme takes chains", "parent_BK", "use a method that drafts chains")
+
+
+def test_a_policy_takes_the_first_nodes_that_pay() -> None:
+    """Node 2 of row 0 hangs on node 0, and what it learns of a path it learns of these nodes."""
+    policy = Adaptive(COSTS, 3, 2, auto=True, prunes=True, num_confidence_features=1, drafts_trees=True)
+    for row in range(2):
+        policy.on_start(row)
+    rows = np.arange(2)
+    draft = Draft(TREE.token_BK, TREE.length_B, parent_BK=TREE.parent_BK, confidence_BKF=torch.zeros(2, 3, 1))
+    path_BK = np.array([[0, 2, 0], [0, 0, 0]])
+    for _ in range(200):
+        policy.draft_lengths(rows, np.array([3, 3]))
+        verified_B = policy.verify_lengths(rows, draft)
+        assert (verified_B <= [3, 2]).all()
+        policy.verify_lengths(rows, draft)
+        policy.observe(rows, draft, np.array([2, 0]), path_BK)
+    assert policy.post_draft is not None
+    on_path_1K = policy.pre_draft.predict(np.zeros((1, 3, 1)))
+    assert on_path_1K[0, 0] > on_path_1K[0, 1] + 0.2  # node 0 is accepted in half of the rows, node 1 in none
+    assert on_path_1K[0, 2] > on_path_1K[0, 1] + 0.2
+    sampled = Draft(TREE.token_BK, TREE.length_B, torch.full((2, 3, 10), 0.1), TREE.parent_BK, torch.zeros(2, 3, 1))
+    assert policy.verify_lengths(rows, sampled).tolist() == [3, 2], "sampled trees are verified as a whole"
 
 
 @pytest.mark.parametrize("name", rejection.names())
