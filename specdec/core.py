@@ -475,6 +475,14 @@ class Proposer(Protocol):
         hidden: states of the tokens committed since the last `propose`, in pieces of [n, T, D], if it has `hidden_layers`.
         """
 
+    def on_forward(self, token_N: Tensor, logits_NV: Tensor) -> None:
+        """The target has processed tokens, of any rows: last committed ones, draft tokens, and those of a prompt whose logits
+        are computed. A copy to the host that is queued here is there in the next call of the proposer.
+
+        token_N: int64 on the device.
+        logits_NV: the target's raw logits after each.
+        """
+
     def propose(self, context: Context) -> Draft:
         """A draft for every row of the context, of at most `max_draft_B` tokens."""
         ...
@@ -566,6 +574,9 @@ class StatelessProposer:
         pass
 
     def on_finish(self, row: int, hidden: Sequence[Tensor] = ()) -> None:
+        pass
+
+    def on_forward(self, token_N: Tensor, logits_NV: Tensor) -> None:
         pass
 
     def catch_up(self, context: Context) -> bool:

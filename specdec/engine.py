@@ -294,19 +294,21 @@ class Engine:
             first = state.cached_R[row]
             last = min(first + self.prefill_chunk_size, state.num_prompt_R[row])
             # one row at a time: a prompt's numbers then do not depend on its neighbours', and no row is padded
+            token_N = state.to_device(state.token_RL[row, first:last])
             output = self.target.forward(
                 self.cache,
-                torch.from_numpy(state.token_RL[row, first:last]).to(self.target.device),
+                token_N,
                 np.array([first]),
                 np.array([last - first]),
                 first_row=row,
                 last_only=request.params.prompt_logprobs is None,
                 hidden_layers=self.proposer.hidden_layers,
             )
+            self.proposer.on_forward(token_N[-len(output.logits) :], output.logits)
             if (num_top := request.params.prompt_logprobs) is not None:
-                token_N = state.token_RL[row, first + 1 : min(last + 1, state.num_prompt_R[row])]
-                logits_NV = output.logits[: len(token_N)]
-                request.prompt_logprobs += self._logprobs(logits_NV, token_N, self._num_top(num_top))
+                next_N = state.token_RL[row, first + 1 : min(last + 1, state.num_prompt_R[row])]
+                logits_NV = output.logits[: len(next_N)]
+                request.prompt_logprobs += self._logprobs(logits_NV, next_N, self._num_top(num_top))
             if output.hidden_NTD is not None and state.max_draft_R[row]:
                 state.hidden_R[row].append(output.hidden_NTD)
             state.cached_R[row] = last
@@ -451,15 +453,18 @@ class Engine:
             visibility = Tree(parent_RJ)
             slot_RJ = start_R[:, None] + np.arange(parent_RJ.shape[1])
             slot_RJ[rows, 1:] = length_B[:, None] + tree.slots(draft.parents(), draft.length_B.numpy())
-        return self.target.forward(
+        token_N = pack_ragged(token_BJ, count_B)
+        output = self.target.forward(
             self.cache,
-            pack_ragged(token_BJ, count_B),
+            token_N,
             start_R,
             count_R,
             hidden_layers=self.proposer.hidden_layers,
             visibility=visibility,
             slot_BM=slot_RJ,
         )
+        self.proposer.on_forward(token_N, output.logits)
+        return output
 
     # ---------------------------------------------------------------- verify
 

@@ -8,7 +8,8 @@ written like any file here, and what it leaves out is as in `specdec.core.Statel
         def __init__(self, num_speculative_tokens, target): ...      # either argument may be left out
         def propose(self, context) -> Draft | list[list[int]]: ...
         # optional: hidden_layers, needs_logits, needs_uniforms, num_confidence_features, drafts_trees,
-        # on_start(row, request), on_finish(row), catch_up(context) -> bool, bytes_to_grow, reserve, reset, wipe
+        # on_start(row, request), on_finish(row), on_forward(token_N, logits_NV), catch_up(context) -> bool, bytes_to_grow,
+        # reserve, reset, wipe
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ class CustomClass(StatelessProposer):
 
     def on_finish(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         self.inner.on_finish(row)
+
+    def on_forward(self, token_N: torch.Tensor, logits_NV: torch.Tensor) -> None:
+        self.inner.on_forward(token_N, logits_NV)
 
     def catch_up(self, context: Context) -> bool:
         return bool(self.inner.catch_up(context))

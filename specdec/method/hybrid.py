@@ -162,6 +162,10 @@ class Hybrid(StatelessProposer):
             unread = [*pending, *map(component.states, hidden)] if component.proposer.hidden_layers else ()
             component.proposer.on_finish(row, unread)
 
+    def on_forward(self, token_N: Tensor, logits_NV: Tensor) -> None:
+        for component in self.components:
+            component.proposer.on_forward(token_N, logits_NV)
+
     def propose(self, context: Context) -> Draft:
         for component in self.components:
             component.keep_states(context)

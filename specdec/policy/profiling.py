@@ -91,6 +91,9 @@ class PaddedProposer(StatelessProposer):
     def on_finish(self, row: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         self.inner.on_finish(row, hidden)
 
+    def on_forward(self, token_N: torch.Tensor, logits_NV: torch.Tensor) -> None:
+        self.inner.on_forward(token_N, logits_NV)
+
     def catch_up(self, context: Context) -> bool:
         return self.inner.catch_up(context)
 

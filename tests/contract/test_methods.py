@@ -203,6 +203,10 @@ def build(name: str, **more: Any) -> Proposer:
         speculative["proposers"][1]["draft_sample_method"] = "probabilistic"
     proposer, _ = SpeculativeConfig(**speculative | more).resolve().build(tiny())
     proposer.reserve(4, SLOTS)
+    # the target has processed every token once: who learns from its logits knows the same whatever the rows
+    vocab_size = tiny().vocab_size
+    logits_VV = torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(0))
+    proposer.on_forward(torch.arange(vocab_size), logits_VV)
     return proposer
 
 
@@ -241,7 +245,8 @@ def check(proposer: Proposer, context: Context) -> Draft:
     live_BK = torch.arange(num_draft) < draft.length_B.unsqueeze(1)
     live_N = draft.token_BK[live_BK]
     assert ((live_N >= 0) & (live_N < tiny().vocab_size)).all()
-    assert draft.parent_BK is None
+    assert draft.parent_BK is None or proposer.drafts_trees
+    draft.check_tree(proposer.name)
     if draft.q_BKV is not None:
         assert draft.q_BKV.shape == (num_rows, num_draft, tiny().vocab_size)
         q_NV = draft.q_BKV[live_BK].double()

@@ -341,6 +341,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "suffix": _K | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0},
         "suffix-trees": _K | _TREE | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0},
     },
+    "token_recycling": {"token_recycling-trees": _K | _TREE, "token_recycling-chains": _K | {"tree_topk": 1}},
     "draft_model": {
         f"{how}-{drafter}": _K | {"model": drafter, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")

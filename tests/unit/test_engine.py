@@ -286,6 +286,10 @@ class Watching(StatelessProposer):
         self.num_ended += 1
         self.inner.on_finish(row, hidden)
 
+    def on_forward(self, token_N: torch.Tensor, logits_NV: torch.Tensor) -> None:
+        assert len(token_N) == len(logits_NV)
+        self.inner.on_forward(token_N, logits_NV)
+
     def bytes_to_grow(self, rows: int, slots: int) -> int:
         return self.inner.bytes_to_grow(rows, slots)
 
