@@ -365,8 +365,11 @@ def test_no_draft_is_longer_than_its_budget(case: Case, name: str) -> None:
     for request in requests:
         limit = len(request.prompt_token_ids) + request.params.max_tokens
         for before, draft, budget in watching.steps[request.id]:
-            assert budget == min(watching.num_speculative_tokens, limit - before - 1)
+            left = limit - before - 1
+            assert left > 0
+            assert budget == (watching.num_speculative_tokens if watching.drafts_trees else min(3, left))
             assert len(draft) <= budget
+        assert max(request.stats.depths, default=0) <= request.params.max_tokens - 1
         assert len(request.output_token_ids) == request.params.max_tokens
 
 
