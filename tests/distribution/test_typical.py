@@ -56,7 +56,7 @@ def test_settings() -> None:
 
 
 @pytest.mark.parametrize(("u", "token"), [(0.1, 0), (0.89, 0), (0.91, 1), (0.995, 3)])
-def test_the_token_after_a_rejection_is_drawn_from_p(u: float, token: int) -> None:
+def test_the_token_after_a_rejection_is_sampled_from_p(u: float, token: int) -> None:
     """From all of it: the token that was rejected may come, with the chance that it has."""
     got = verdict(chain(1), [[SURE, FLAT]], u)
     assert got.num_accepted_B.tolist() == [0]
