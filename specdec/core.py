@@ -226,8 +226,17 @@ class RequestStats:
         if draft_token_ids is not None:
             self.draft_token_ids.append(draft_token_ids)
         if draft_parents is not None and accepted_nodes is not None:
+            self._fill_in_chains(len(self.drafted) - 1)
             self.draft_parents.append(draft_parents)
             self.accepted_nodes.append(accepted_nodes)
+        elif self.draft_parents:
+            self._fill_in_chains(len(self.drafted))
+
+    def _fill_in_chains(self, num_steps: int) -> None:
+        """Parents and accepted nodes of steps whose drafts were chains, or empty."""
+        for step in range(len(self.draft_parents), num_steps):
+            self.draft_parents.append(list(range(-1, self.drafted[step] - 1)))
+            self.accepted_nodes.append(list(range(self.accepted[step])))
 
     @property
     def depths(self) -> list[int]:
@@ -509,8 +518,8 @@ class Policy(Protocol):
         """[B] tokens of each draft that are verified."""
         ...
 
-    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
-        """The outcome of a step: the draft as it was verified, and how much of it was accepted."""
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None = None) -> None:
+        """The outcome of a step: the draft as it was verified, how much of it was accepted, and of trees which nodes."""
 
 
 class FixedLengthPolicy:
@@ -527,7 +536,7 @@ class FixedLengthPolicy:
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         return draft.length_B.numpy()
 
-    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None = None) -> None:
         pass
 
 

@@ -603,7 +603,7 @@ class Engine:
         """The verdict, for the policy and for the rows' next drafts."""
         has_draft_B = draft.length_B.numpy() > 0
         self.state.num_accepted_prev_R[rows[has_draft_B]] = verdict.num_accepted_B[has_draft_B]
-        self.policy.observe(rows, draft, verdict.num_accepted_B)
+        self.policy.observe(rows, draft, verdict.num_accepted_B, verdict.path_BK)
 
     # ---------------------------------------------------------------- commit
 
@@ -730,11 +730,7 @@ class Engine:
         self.last_step = Step(
             verified_B + pruned_B, verified_B, accepted_B, emitted_B, draft_s, verify_s, cpu_s, now, num_model_drafted_B
         )
-        parent_BK = None
-        if self.proposer.drafts_trees or draft.parent_BK is not None:
-            parent_BK = draft.parents()
-            if verdict.path_BK is None:  # nothing was drafted
-                verdict.path_BK = np.zeros_like(parent_BK)
+        parent_BK = None if draft.parent_BK is None else draft.parents()
         for b, row in enumerate(rows):
             stats = state.request(row).stats
             stats.add(

@@ -8,6 +8,8 @@ sum_x 1 / sum_y max(p_y / p_x, q_y / q_x) (Daliri et al. 2408.07978).
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def first(weight_NV: Tensor, u_N: Tensor, count: int = 1) -> Tensor:
     weights = weight_NV.detach().contiguous()
     if weights.dtype not in (torch.float32, torch.float64):
         weights = weights.float()
-    return torch.from_numpy(_first(weights.numpy(), key_N.contiguous().numpy(), count))
+    return torch.from_numpy(_first(weights.numpy(), key_N.contiguous().numpy(), _token_words(weights.shape[1]), count))
 
 
 def first_reference(weight_NV: Tensor, key_N: Tensor, count: int) -> Tensor:
@@ -73,8 +75,22 @@ def _mix_word(x: np.uint64) -> np.uint64:
     return x ^ (x >> np.uint64(31))
 
 
+@cache
+def _token_words(vocab_size: int) -> np.ndarray:
+    """[V] uint64: the tokens' part of the hash."""
+    return _mix_words(np.arange(vocab_size, dtype=np.uint64))
+
+
 @compiled
-def _first(weight_NV: np.ndarray, key_N: np.ndarray, count: int) -> np.ndarray:
+def _mix_words(word_V: np.ndarray) -> np.ndarray:
+    mixed_V = np.empty_like(word_V)
+    for v in range(len(word_V)):
+        mixed_V[v] = _mix_word(word_V[v] + np.uint64(GOLDEN))
+    return mixed_V
+
+
+@compiled
+def _first(weight_NV: np.ndarray, key_N: np.ndarray, token_word_V: np.ndarray, count: int) -> np.ndarray:
     """A time is no less than the uniform below it, so most tokens are too late for the podium without a logarithm."""
     token_NC = np.full((len(key_N), count), -1, dtype=np.int64)
     arrival_C = np.empty(count)
@@ -85,7 +101,7 @@ def _first(weight_NV: np.ndarray, key_N: np.ndarray, count: int) -> np.ndarray:
             weight = np.float64(weight_NV[n, v])
             if not weight > 0:
                 continue
-            word = _mix_word(key ^ _mix_word(np.uint64(v) + np.uint64(GOLDEN)))
+            word = _mix_word(key ^ token_word_V[v])
             uniform = (np.float64(word >> np.uint64(11)) + 0.5) * 2.0**-53
             if uniform >= arrival_C[count - 1] * weight:
                 continue

@@ -16,6 +16,7 @@ from pydantic import create_model
 from specdec import method, rejection
 from specdec.checked import Checked, short_repr
 from specdec.core import Policy, Proposer
+from specdec.drafter import tree
 from specdec.files import parse_json
 from specdec.model.target import CausalLM
 from specdec.policy import adaptive, cost_table, profiling
@@ -44,6 +45,7 @@ NOT_BUILT_KEYS: dict[str, tuple[Any, ...]] = {
     "fly_entropy_top_k": (None, 3),
 }
 POLICY_KEYS = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification", "cost_table")  # how much is drafted
+TREE_KEYS = ("tree_topk", "tree_depth", "tree_builder", "speculative_token_tree")
 # keys with the value that holds for every method without the key
 UNIVERSAL_VALUES = {"draft_sample_method": "greedy", "use_heterogeneous_vocab": False, "draft_tensor_parallel_size": 1}
 
@@ -165,6 +167,7 @@ class SpeculativeConfig(SchemeSettings, Checked):
             settings.pop("model", None)  # of one of the components
         method.check(name, settings)
         method.check_model(name, settings.get("model"))
+        _check_tree(name, settings)
         scheme_params = {key: value for key, value in self.as_dict().items() if key in rejection.all_settings()}
         rejection.find(self.rejection_sample_method)
         if length is not None:
@@ -182,7 +185,7 @@ class SpeculativeConfig(SchemeSettings, Checked):
         if self.num_speculative_tokens == "auto":
             del settings["num_speculative_tokens"]
             if method.needs_length(name):
-                settings["num_speculative_tokens"] = adaptive.AUTO_MAX_DRAFT
+                settings["num_speculative_tokens"] = self._auto_max()
         if str(settings.get("model")).lower() in method.facts(name).model_spellings:
             del settings["model"]
         for key, value_of_others in UNIVERSAL_VALUES.items():
@@ -194,6 +197,12 @@ class SpeculativeConfig(SchemeSettings, Checked):
                 raise ValueError(f"{key}={value} is for {takers}, not for {name!r}; leave it out")
             del settings[key]
         return settings
+
+    def _auto_max(self) -> int:
+        """The most tokens of a draft whose number is chosen."""
+        if self.speculative_token_tree is not None:
+            return len(tree.read_shape(self.speculative_token_tree))
+        return adaptive.AUTO_MAX_DRAFT if self.tree_topk is None else adaptive.AUTO_MAX_NODES
 
     def _components(self, name: str, settings: dict[str, Any]) -> tuple[SpeculativePlan, ...]:
         """The plans of a composed method's proposers, in order."""
@@ -260,6 +269,15 @@ class SpeculativeConfig(SchemeSettings, Checked):
         return None if schedule is None else adaptive.check_schedule(schedule)
 
 
+def _check_tree(name: str, settings: dict[str, Any]) -> None:
+    """Raises ValueError, one line, for settings of trees that cannot work with any drafter of the method."""
+    tree_settings = {key: settings.get(key) for key in TREE_KEYS}
+    if builder := getattr(method.find(name), "tree_builder", None):
+        is_sampled = settings.get("draft_sample_method") == "probabilistic"
+        length = settings.get("num_speculative_tokens", method.parameters(name)["num_speculative_tokens"].default)
+        tree.plan(length, **tree_settings, builder=builder, is_sampled=is_sampled)
+
+
 @dataclass(frozen=True)
 class PolicyPlan:
     """What decides how much is drafted and verified.
@@ -297,7 +315,16 @@ class PolicyPlan:
         if auto and proposer.num_confidence_features and adaptive.drafts_are_free(table, max_draft):
             auto = False  # the draft is there before its length is chosen
             prunes = True
-        return Adaptive(table, max_draft, max_batch_size, auto, prunes, proposer.num_confidence_features, scheduled)
+        return Adaptive(
+            table,
+            max_draft,
+            max_batch_size,
+            auto,
+            prunes,
+            proposer.num_confidence_features,
+            scheduled,
+            proposer.drafts_trees,
+        )
 
 
 @dataclass(frozen=True)

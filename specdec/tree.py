@@ -76,6 +76,45 @@ def slots(parent_BK: np.ndarray, length_B: np.ndarray) -> np.ndarray:
     return slot_BK
 
 
+def graft(
+    token_K: np.ndarray, parent_K: np.ndarray, other_token_K: np.ndarray, other_parent_K: np.ndarray, max_nodes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Two trees under one root: nodes of both in turn, each in its order, those with the same path once.
+
+    Returns the tokens and parents of the nodes; and the place of each in the one tree and in the other, -1 where it has none.
+    """
+    place: dict[tuple[int, int], int] = {}  # of a node, by its parent's place and its token
+    sources = [
+        list(zip(token_K.tolist(), parent_K.tolist(), strict=True)),
+        list(zip(other_token_K.tolist(), other_parent_K.tolist(), strict=True)),
+    ]
+    placed: tuple[list[int], list[int]] = ([], [])
+    nodes: list[tuple[int, int]] = []
+    origins: list[list[int]] = []
+    for turn in range(2 * max(map(len, sources))):
+        which = turn % 2
+        number = turn // 2
+        if number >= len(sources[which]):
+            continue
+        token, parent = sources[which][number]
+        above = placed[which][parent] if parent >= 0 else -1
+        if above < -1:
+            placed[which].append(-2)  # its parent found no room
+            continue
+        if (above, token) not in place:
+            if len(nodes) == max_nodes:
+                placed[which].append(-2)
+                continue
+            place[above, token] = len(nodes)
+            nodes.append((token, above))
+            origins.append([-1, -1])
+        placed[which].append(place[above, token])
+        origins[place[above, token]][which] = number
+    tokens, parents = np.array(nodes, dtype=np.int64).reshape(-1, 2).T
+    first, second = np.array(origins, dtype=np.int64).reshape(-1, 2).T
+    return tokens, parents, first, second
+
+
 def walk(parent_BK: Tensor, accept_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Go from the last committed token to the first child that is accepted, and on from there, as long as there is one.
 

@@ -5,6 +5,9 @@ their own settings which rows they draft for: `prompt_lookup_min` of n-gram draf
 a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the
 target's distribution whatever the components.
 
+If a component that runs a model drafts trees greedily, it drafts for every row, and what a lookup has found is grafted into its
+tree: nodes of both in turn, under one root, those with the same path once.
+
 A row's later components see nothing of a step. The target's states that they miss are kept here until they draft for the row,
 or are processed meanwhile (`catch_up`) when they become many; tokens are in every context.
 """
@@ -21,8 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec import method
-from specdec.core import MAX_PENDING_STATES, Context, Draft, MethodFacts, Proposer, Request, StatelessProposer
+from specdec import method, tree
+from specdec.core import (
+    MAX_PENDING_STATES,
+    Context,
+    Draft,
+    MethodFacts,
+    Proposer,
+    Request,
+    StatelessProposer,
+    draft_from_lists,
+)
 from specdec.model.target import CausalLM
 
 
@@ -106,6 +118,10 @@ class Hybrid(StatelessProposer):
         # the last that runs a model: whether a lookup drafts anything depends on the text
         runs_model = [proposer for proposer in proposers if proposer.facts.runs_model]
         self.cost_proposer = runs_model[-1] if runs_model else None
+        # it drafts for every row, and lookups are grafted into its trees
+        self.grafts = (
+            self.cost_proposer is not None and self.cost_proposer.drafts_trees and not self.cost_proposer.needs_uniforms
+        )
         # of every component a column that is 1 where the draft is its own, then its features: one regression serves all
         self.first_feature = np.cumsum([0, *(1 + proposer.num_confidence_features for proposer in proposers)]).tolist()
         self.num_confidence_features = self.first_feature[-1]
@@ -156,7 +172,11 @@ class Hybrid(StatelessProposer):
         drafts: list[tuple[int, np.ndarray, Draft]] = []
         remaining = np.flatnonzero(context.max_draft_B > 0)
         for place, component in enumerate(self.components):
-            if not len(remaining):
+            grafts = self.grafts and component.proposer is self.cost_proposer
+            if not len(remaining) and not grafts:
+                continue
+            if grafts:
+                drafts = self._grafted(context, drafts, component, place)
                 break
             draft = component.draft(context, remaining)
             has_draft = draft.length_B.numpy() > 0
@@ -173,6 +193,42 @@ class Hybrid(StatelessProposer):
             component.keep_states(context)
             component.catch_up(context)
         return True
+
+    def _grafted(
+        self, context: Context, drafts: list[tuple[int, np.ndarray, Draft]], component: Component, place: int
+    ) -> list[tuple[int, np.ndarray, Draft]]:
+        """The component's trees of all rows, with the drafts that there are in them."""
+        rows = np.flatnonzero(context.max_draft_B > 0)
+        grown = component.draft(context, rows)
+        found = self._join(context, drafts).select_rows(rows)
+        self.last_R |= dict.fromkeys(context.rows[rows].tolist(), component)
+        token_BK, found_BK = (draft.token_BK.cpu().numpy() for draft in (grown, found))
+        grown_length_B, found_length_B = grown.length_B.numpy(), found.length_B.numpy()
+        trees = [
+            tree.graft(
+                found_BK[b, : found_length_B[b]],
+                found.parents()[b, : found_length_B[b]],
+                token_BK[b, : grown_length_B[b]],
+                grown.parents()[b, : grown_length_B[b]],
+                int(context.max_draft_B[row]),
+            )
+            for b, row in enumerate(rows)
+        ]
+        draft = draft_from_lists(
+            [tokens for tokens, *_ in trees], context.last_token_B.device, parents=[parents for _, parents, *_ in trees]
+        )
+        if grown.finite_BK is not None:
+            draft.finite_BK = grown.finite_BK.all(1, keepdim=True).expand(draft.token_BK.shape)
+        if context.return_confidence:  # those of the component's own nodes; of the others nothing is known
+            confidence_BKF = draft.token_BK.new_zeros(
+                (*draft.token_BK.shape, component.proposer.num_confidence_features)
+            ).float()
+            for b, (*_, own) in enumerate(trees):
+                at = torch.from_numpy(np.flatnonzero(own >= 0))
+                if grown.confidence_BKF is not None:
+                    confidence_BKF[b, at] = grown.confidence_BKF[b, torch.from_numpy(own[own >= 0])]
+            draft.confidence_BKF = confidence_BKF
+        return [(place, rows, draft)]
 
     # ---------------------------------------------------------------- one draft of several
 

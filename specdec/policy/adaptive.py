@@ -11,6 +11,9 @@ What keeps this lossless: before drafting, decisions depend on past steps only. 
 confidence, which for a sampled token is a function of its distribution and not of the token. The distribution at a later
 position was computed after the token was drawn, so a sampled token must be kept or cut without looking at later positions:
 `causal_count`. Greedy drafts are functions of the text, and every decision about them is allowed.
+
+Of a tree, the nodes are counted, whose order is such that the first n are the best tree of n nodes. A node's survival is the
+probability that it is on the accepted path. Sampled trees are verified as a whole.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from specdec.core import Draft, FixedLengthPolicy, require_chain
+from specdec import tree
+from specdec.core import Draft, FixedLengthPolicy
 from specdec.policy.cost_table import CostTable
 
 AUTO_MAX_DRAFT = 8  # longest draft of num_speculative_tokens=auto, where the drafter has no limit of its own
+AUTO_MAX_NODES = 32  # of a tree
 FREE_SHARE = 0.03  # of a plain step: where drafting takes less time, the length is decided after it
 EXPLORE_STEPS = 32  # a row without a verified draft token for so many steps gets one token
 DECAY = 0.8  # per step, of a row's acceptance counts
@@ -99,10 +104,10 @@ class AcceptanceModel:
         self.count = 0
         self.count_at_fit = 0
 
-    def predict(self, feature_BKF: np.ndarray) -> np.ndarray:
-        """[B, K] probabilities, for the first K positions."""
-        offset_K = self.weight[self.num_features :][: feature_BKF.shape[1]]
-        return _sigmoid(feature_BKF @ self.weight[: self.num_features] + offset_K)
+    def predict(self, feature_BKF: np.ndarray, position_BK: np.ndarray | None = None) -> np.ndarray:
+        """[B, K] probabilities, for the first K positions, or for these."""
+        position_BK = np.arange(feature_BKF.shape[1])[None] if position_BK is None else position_BK
+        return _sigmoid(feature_BKF @ self.weight[: self.num_features] + self.weight[self.num_features :][position_BK])
 
     def add(self, feature_NF: np.ndarray, position_N: np.ndarray, accepted_N: np.ndarray) -> None:
         """N verified tokens; all draft tokens before each of them were accepted."""
@@ -137,6 +142,7 @@ class Adaptive:
     prunes: choose how much of a draft to verify (vLLM's enable_adaptive_verification).
     num_confidence_features: numbers that a draft has for each token (`Draft.confidence_BKF`).
     schedule: limits the length by batch size, beside costs; or nothing.
+    drafts_trees: of the proposer.
     """
 
     def __init__(
@@ -148,8 +154,10 @@ class Adaptive:
         prunes: bool,
         num_confidence_features: int = 0,
         schedule: Scheduled | None = None,
+        drafts_trees: bool = False,
     ):
         self.table = table
+        self.drafts_trees = drafts_trees
         self.max_draft = max_draft
         self.auto = auto
         self.prunes = prunes
@@ -188,11 +196,11 @@ class Adaptive:
             return max_draft_B
         width = int(max_draft_B.max())
         feature_BK1 = np.repeat(self._recent_log_odds(rows)[:, None, None], width, 1)
-        survival_BK = self.pre_draft.predict(feature_BK1).cumprod(1)
+        probability_BK = self.pre_draft.predict(feature_BK1)  # of a tree's node, that it is on the accepted path
+        survival_BK = np.minimum.accumulate(probability_BK, 1) if self.drafts_trees else probability_BK.cumprod(1)
         return self._explore(rows, self._best(survival_BK, max_draft_B, len(rows), drafting=True), max_draft_B)
 
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
-        require_chain(draft, "an adaptive policy")
         drafted_B = draft.length_B.numpy()
         model_drafted_B = draft.num_model_drafted_B
         self.num_model_drafted_B = drafted_B if model_drafted_B is None else model_drafted_B.numpy()
@@ -206,12 +214,26 @@ class Adaptive:
             return drafted_B
         if draft.confidence_BKF is not None:
             self.feature_BKF[:, :, 1:] = draft.confidence_BKF.cpu().numpy()  # waits for the device: lengths are decided here
-        survival_BK = self.post_draft.predict(self.feature_BKF).cumprod(1)
+        if draft.parent_BK is not None and draft.q_BKV is not None:
+            return drafted_B
+        if draft.parent_BK is None:
+            survival_BK = self.post_draft.predict(self.feature_BKF).cumprod(1)
+        else:
+            survival_BK = self._node_survival(draft, self.post_draft)
         # a draft whose confidence is not finite is verified in full, so that the engine sees and reports it
         in_draft_BK = np.arange(width) < drafted_B[:, None]
         broken_B = (~np.isfinite(self.feature_BKF).all(2) & in_draft_BK).any(1)
         verified_B = self._best(survival_BK, drafted_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
         return np.where(broken_B, drafted_B, self._explore(rows, verified_B, drafted_B))
+
+    def _node_survival(self, draft: Draft, model: AcceptanceModel) -> np.ndarray:
+        """[B, K] P(the node and all above it are accepted); not above that of a node before it, so that the first are taken."""
+        parent_BK = draft.parents()
+        survival_BK = model.predict(self.feature_BKF, tree.depths(parent_BK))
+        rows = np.arange(len(parent_BK))
+        for k in range(parent_BK.shape[1]):
+            survival_BK[:, k] *= np.where(parent_BK[:, k] < 0, 1.0, survival_BK[rows, parent_BK[:, k]])
+        return np.minimum.accumulate(survival_BK, 1)
 
     def _explore(self, rows: np.ndarray, length_B: np.ndarray, max_draft_B: np.ndarray) -> np.ndarray:
         """length_B, but one token for rows without a decided token for long: they would never be learned about again."""
@@ -279,7 +301,7 @@ class Adaptive:
 
     # ---------------------------------------------------------------- learning
 
-    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None = None) -> None:
         length_B = draft.length_B.numpy()
         num_rows = len(rows)
         self._rate(num_rows)
@@ -290,14 +312,13 @@ class Adaptive:
         output[0] = RATE_DECAY * output[0] + float(num_rows + accepted_B.sum())
         output[1] = RATE_DECAY * output[1] + seconds
 
-        decided_B = np.minimum(accepted_B + 1, length_B)  # tokens after the first rejected one say nothing
-        row_N, position_N = np.nonzero(np.arange(draft.token_BK.shape[1]) < decided_B[:, None])
-        if len(row_N):
-            accepted_N = position_N < accepted_B[row_N]
-            feature_NF = self.feature_BKF[row_N, position_N]
-            self.pre_draft.add(feature_NF[:, :1], position_N, accepted_N)
-            if self.post_draft is not None:
-                self.post_draft.add(feature_NF, position_N, accepted_N)
+        if draft.parent_BK is not None or self.drafts_trees:
+            decided_B = length_B
+            self._learn_from_tree(draft, accepted_B, path_BK)
+        else:
+            decided_B = np.minimum(accepted_B + 1, length_B)  # tokens after the first rejected one say nothing
+            row_N, position_N = np.nonzero(np.arange(draft.token_BK.shape[1]) < decided_B[:, None])
+            self._learn(row_N, position_N, position_N < accepted_B[row_N], self.pre_draft, self.post_draft)
         for row, accepted, decided in zip(rows.tolist(), np.minimum(accepted_B, length_B), decided_B, strict=True):
             self.num_accepted_R[row] = DECAY * self.num_accepted_R[row] + accepted
             self.num_decided_R[row] = DECAY * self.num_decided_R[row] + decided
@@ -308,6 +329,31 @@ class Adaptive:
             self.num_accepted += PRIOR_ACCEPTANCE * (PRIOR_WEIGHT - self.num_decided)
             self.num_decided = PRIOR_WEIGHT
         self.num_model_drafted_B = np.zeros(0, dtype=np.int64)
+
+    def _learn_from_tree(self, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None) -> None:
+        """Every node says whether it is on the accepted path; given that its parent is, only those below that path."""
+        parent_BK = draft.parents()
+        is_node_BK = np.arange(parent_BK.shape[1]) < draft.length_B.numpy()[:, None]
+        is_accepted_BK = np.zeros_like(is_node_BK)
+        if path_BK is not None:
+            for b, count in enumerate(accepted_B):
+                is_accepted_BK[b, path_BK[b, :count]] = True
+        row_N, node_N = np.nonzero(is_node_BK)
+        self._learn(row_N, node_N, is_accepted_BK[row_N, node_N], self.pre_draft)
+        if self.post_draft is not None:
+            rows_B1 = np.arange(len(parent_BK))[:, None]
+            is_decided_BK = is_node_BK & ((parent_BK < 0) | is_accepted_BK[rows_B1, parent_BK])
+            row_N, node_N = np.nonzero(is_decided_BK)
+            depth_N = tree.depths(parent_BK)[row_N, node_N]
+            self.post_draft.add(self.feature_BKF[row_N, node_N], depth_N, is_accepted_BK[row_N, node_N])
+
+    def _learn(
+        self, row_N: np.ndarray, position_N: np.ndarray, accepted_N: np.ndarray, *models: AcceptanceModel | None
+    ) -> None:
+        feature_NF = self.feature_BKF[row_N, position_N]
+        for model in models:
+            if model is not None and len(row_N):
+                model.add(feature_NF[:, : model.num_features], position_N, accepted_N)
 
 
 def drafts_are_free(table: CostTable, max_draft: int) -> bool:

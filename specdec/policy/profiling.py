@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from specdec import rejection
-from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer, Step, require_chain
+from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer, Step
 from specdec.engine import Engine
 from specdec.model.device import Timer
 from specdec.model.target import CausalLM
@@ -71,15 +71,19 @@ class PaddedProposer(StatelessProposer):
         self.hidden_layers = inner.hidden_layers
         self.needs_logits = inner.needs_logits
         self.needs_uniforms = inner.needs_uniforms
+        self.drafts_trees = inner.drafts_trees
 
     def propose(self, context: Context) -> Draft:
         length_B = context.max_draft_B
+        parent_BK = None
         token_BK = context.last_token_B.unsqueeze(1).repeat(1, int(length_B.max()))
         if inner_limit := self.inner.num_speculative_tokens:
             draft = self.inner.propose(replace(context, max_draft_B=np.minimum(length_B, inner_limit)))
-            require_chain(draft, "measuring costs")
             token_BK[:, : draft.token_BK.shape[1]] = draft.token_BK
-        return Draft(token_BK, torch.from_numpy(length_B))
+            if draft.parent_BK is not None:  # what is added are children of the last committed token
+                parent_BK = torch.full(token_BK.shape, -1)
+                parent_BK[:, : draft.token_BK.shape[1]] = draft.parent_BK
+        return Draft(token_BK, torch.from_numpy(length_B), parent_BK=parent_BK)
 
     def on_start(self, row: int, request: Request) -> None:
         self.inner.on_start(row, request)

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specdec import hub
 from specdec.core import Request
 from specdec.engine import Engine
-from specdec.measure import tasks
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
 from support.methods import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
+from support.reference import smollm2_prompts, smollm2_reference, tiny_reference
 from support.targets import loaded
 
 
 def build(name: str, target: CausalLM, **more: Any):
     return SpeculativeConfig(**settings(name, target, **more)).resolve().build(target)
-
-
-@cache
-def reference_model(path: Path):
-    # eager: in transformers 5.17 the sdpa path leaves out the soft cap of Gemma 2
-    return hub.load_model(path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def generate(target: CausalLM, prompt: list[int], max_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = reference_model(target.path).generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
-    )
-    return out[0, len(prompt) :].tolist()
-
-
-@cache
-def tiny_reference(name: str) -> list[list[int]]:
-    target = loaded(name)
-    return [generate(target, ids, most) for ids, most in zip(tiny_prompts(), MAX_TOKENS, strict=True)]
 
 
 @pytest.mark.parametrize("architecture", hub.TINY)
@@ -74,19 +52,6 @@ def test_smollm2(method: str, batch_size: int) -> None:
     max_tokens = [24, 16, 24, 8]
     engine = Engine(target, *build(method, target), max_batch_size=batch_size, prefill_chunk_size=64)
     assert decode(engine, prompts, max_tokens) == smollm2_reference(tuple(max_tokens))
-
-
-def smollm2_prompts(target: CausalLM) -> list[list[int]]:
-    chosen = {task.id: task for task in tasks.load(tasks.DEMO)}
-    first = [tasks.prompt_ids(target.tokenizer, [chosen[i].turns[0]], []) for i in ("chat-02", "code-03", "extraction-01")]
-    two_turns = next(task for task in chosen.values() if len(task.turns) > 1)
-    return [*first, tasks.prompt_ids(target.tokenizer, list(two_turns.turns[:2]), ["Of course. Speak to them kindly."])]
-
-
-@cache
-def smollm2_reference(max_tokens: tuple[int, ...]) -> list[list[int]]:
-    target = loaded(hub.DEFAULT)
-    return [generate(target, ids, most) for ids, most in zip(smollm2_prompts(target), max_tokens, strict=True)]
 
 
 def real_prompts_matched() -> list[Any]:

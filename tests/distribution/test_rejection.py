@@ -1553,7 +1553,14 @@ def test_penalties_without_penalties_needs_no_counts() -> None:
     mild = [b for b in mild if not params[b].frequency_penalty]
     stop_ids = [[3, 11] for _ in mild]
     num_output_B = np.array([len(outputs[b]) for b in mild])
-    rest = ([params[b] for b in mild], draft.token_BK[mild], draft.length_B[mild], draft.parents()[mild], num_output_B, stop_ids)
+    rest = (
+        [params[b] for b in mild],
+        draft.token_BK[mild],
+        draft.length_B[mild],
+        draft.parents()[mild],
+        num_output_B,
+        stop_ids,
+    )
     counts = (counted([prompts[b] for b in mild], 12), counted([outputs[b] for b in mild], 12))
     bare = apply_penalties(logits_BJV[mild], rest[0], None, None, *rest[1:])
     assert torch.equal(bare, apply_penalties(logits_BJV[mild], rest[0], *counts, *rest[1:]))

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from specdec import method as method_of
+from specdec.checkpoint import native
 from specdec.config import CONF, read
 from specdec.core import Context, Proposer, Request
+from specdec.drafter.base import Init
 from specdec.engine import Engine
+from specdec.method.mtp import MTP
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 
@@ -96,6 +99,19 @@ def settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
     if "include_output_tokens" in values:  # the answer's states too
         values["include_output_tokens"] = True
     return values | example_settings(name, target) | more
+
+
+TREE_METHODS = [name for name in METHODS if "tree_topk" in method_of.settings(name)]
+
+
+def tree_settings(name: str, target: CausalLM, **more: Any) -> dict[str, Any]:
+    """A method that drafts trees of seven nodes."""
+    trees = {"tree_topk": 3, "tree_depth": 3, "num_speculative_tokens": 7}
+    if name == "mtp":  # its example has a module for each token
+        directory = Path(tempfile.mkdtemp())
+        native.save(directory, MTP.init_checkpoint(target, {"num_modules": 1}, Init()), {}, "")
+        more = {"model": str(directory)} | more
+    return settings(name, target) | trees | more
 
 
 def example_settings(name: str, target: CausalLM) -> dict[str, Any]:

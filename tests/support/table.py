@@ -305,15 +305,22 @@ NUM_DRAFT = 3  # K of every case; a stretch of K + 1 tokens is what a step emits
 
 # What a method is built with, by the name of the case. One that is not listed is built as its YAML says.
 _K = {"num_speculative_tokens": NUM_DRAFT}
+_TREE = {"tree_topk": 2, "tree_depth": 2}
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "none": {"none": {}},
     "ngram": {"ngram": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
     "ngram_gpu": {"ngram_gpu": _K | {"prompt_lookup_min": 1, "prompt_lookup_max": 3}},
-    "suffix": {"suffix": _K | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0}},
+    "suffix": {
+        "suffix": _K | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0},
+        "suffix-trees": _K | _TREE | {"suffix_decoding_max_tree_depth": 6, "suffix_decoding_min_token_prob": 0.0},
+    },
     "draft_model": {
         f"{how}-{drafter}": _K | {"model": drafter, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
         for drafter in ("same", "noisy", "negated")
+    }
+    | {
+        f"{how}-trees-noisy": _K | _TREE | {"model": "noisy", "draft_sample_method": how} for how in ("greedy", "probabilistic")
     },
     "pard": {
         f"{how}-pard-{drafter}": _K | {"model": drafter, "draft_sample_method": how, "pard_token": 0}
@@ -331,7 +338,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         f"{how}-eagle3-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
         for size in ("fresh", "fresh-reduced")
-    },
+    }
+    | {"probabilistic-trees-eagle3": _K | _TREE | {"model": "fresh-reduced", "draft_sample_method": "probabilistic"}},
     "mlp": {
         f"{how}-mlp-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
@@ -341,7 +349,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         f"{how}-peagle-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
         for size in ("fresh", "fresh-reduced")
-    },
+    }
+    | {"greedy-trees-peagle": _K | _TREE | {"model": "fresh-reduced"}},
     "mtp": {
         f"{how}-mtp-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
@@ -455,7 +464,7 @@ class Restless:
     def verify_lengths(self, rows: np.ndarray, draft: Draft) -> np.ndarray:
         return np.minimum(draft.length_B.numpy(), self.rng.integers(0, self.most + 1, len(rows)))
 
-    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray) -> None:
+    def observe(self, rows: np.ndarray, draft: Draft, accepted_B: np.ndarray, path_BK: np.ndarray | None = None) -> None:
         assert (accepted_B <= draft.length_B.numpy()).all()
 
 
@@ -471,7 +480,12 @@ def costs(most: int = NUM_DRAFT, verify: float = 0.12, draft: float = 0.05) -> C
 
 def adapting(drafting: Proposer, rows: int, **what: bool) -> Adaptive:
     return Adaptive(
-        costs(), drafting.num_speculative_tokens, rows, num_confidence_features=drafting.num_confidence_features, **what
+        costs(),
+        drafting.num_speculative_tokens,
+        rows,
+        num_confidence_features=drafting.num_confidence_features,
+        drafts_trees=drafting.drafts_trees,
+        **what,
     )
 
 

@@ -298,7 +298,8 @@ class Fixed(StatelessProposer):
     num_speculative_tokens = 3
 
     def propose(self, context: Context) -> Draft:
-        return TREE.select_rows(np.arange(len(context.rows)))
+        draft = TREE.select_rows(np.arange(len(context.rows)))
+        return draft.cut(np.minimum(draft.length_B.numpy(), context.max_draft_B))
 
 
 def joined(*components: StatelessProposer) -> Draft:
@@ -324,17 +325,13 @@ CONTEXT = Context(
 )
 COSTS = CostTable([1, 2], [0, 3], [[1.0, 2.0]] * 2, [[0.0, 1.0]] * 2, {})
 
-# Where drafts are cut, scattered, composed and verified: what comes of their parents, or who refuses them
+# Where drafts are cut, scattered and composed: what comes of their parents
 RESPECTED: dict[str, tuple[Callable[[], Draft], list[list[int]]]] = {
     "cut": (lambda: TREE.cut(np.array([2, 1])), [[-1, -1], [-1, 0]]),
     "select_rows": (lambda: TREE.select_rows(np.array([1])), [[-1, 0, 0]]),
     "scatter_rows": (lambda: TREE.scatter_rows(np.array([0, 2]), 3), [[-1, -1, 0], [0, 0, 0], [-1, 0, 0]]),
     "hybrid": (lambda: joined(Fixed()), [[-1, -1, 0], [-1, 0, 0]]),
-}
-REFUSED: dict[str, Callable[[], Any]] = {
-    "an adaptive policy": lambda: Adaptive(COSTS, 3, 2, auto=False, prunes=True).verify_lengths(np.arange(2), TREE),
-    "measuring costs": lambda: PaddedProposer(Fixed(), 3).propose(CONTEXT),
-    "decoding with 2 processes": lambda: require_chain(TREE, "decoding with 2 processes"),
+    "measuring costs": (lambda: PaddedProposer(Fixed(), 4).propose(CONTEXT), [[-1, -1, 0], [-1, 0, 0]]),
 }
 
 
@@ -347,23 +344,54 @@ def test_parents_go_where_their_tokens_go(place: str) -> None:
     assert draft.parent_BK.shape == draft.token_BK.shape
 
 
-@pytest.mark.parametrize("place", REFUSED)
-def test_what_takes_chains_refuses_a_tree(place: str, one_line: Callable[..., str]) -> None:
-    one_line(REFUSED[place], place, "takes chains", "parent_BK", "use a method that drafts chains")
+def test_a_scheme_for_chains_may_refuse_a_tree(one_line: Callable[..., str]) -> None:
+    one_line(lambda: require_chain(TREE, "my scheme"), "my scheme takes chains", "parent_BK", "use a method that drafts chains")
 
 
-@pytest.mark.parametrize("name", rejection.names())
-def test_a_scheme_for_chains_refuses_a_tree(name: str, one_line: Callable[..., str]) -> None:
-    one_line(lambda: scheme(name, 3)(TREE, P_BJV, U_BJ), f"rejection scheme {name}", "takes chains", "parent_BK")
+def test_a_policy_takes_the_first_nodes_that_pay() -> None:
+    """Node 2 of row 0 hangs on node 0, and what it learns of a path it learns of these nodes."""
+    policy = Adaptive(COSTS, 3, 2, auto=True, prunes=True, num_confidence_features=1, drafts_trees=True)
+    for row in range(2):
+        policy.on_start(row)
+    rows = np.arange(2)
+    draft = Draft(TREE.token_BK, TREE.length_B, parent_BK=TREE.parent_BK, confidence_BKF=torch.zeros(2, 3, 1))
+    path_BK = np.array([[0, 2, 0], [0, 0, 0]])
+    for _ in range(200):
+        policy.draft_lengths(rows, np.array([3, 3]))
+        verified_B = policy.verify_lengths(rows, draft)
+        assert (verified_B <= [3, 2]).all()
+        policy.verify_lengths(rows, draft)
+        policy.observe(rows, draft, np.array([2, 0]), path_BK)
+    assert policy.post_draft is not None
+    on_path_1K = policy.pre_draft.predict(np.zeros((1, 3, 1)))
+    assert on_path_1K[0, 0] > on_path_1K[0, 1] + 0.2  # node 0 is accepted in half of the rows, node 1 in none
+    assert on_path_1K[0, 2] > on_path_1K[0, 1] + 0.2
+    sampled = Draft(TREE.token_BK, TREE.length_B, torch.full((2, 3, 10), 0.1), TREE.parent_BK, torch.zeros(2, 3, 1))
+    assert policy.verify_lengths(rows, sampled).tolist() == [3, 2], "sampled trees are verified as a whole"
 
 
 @pytest.mark.parametrize("name", rejection.names())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_engine_refuses_a_tree_that_its_scheme_does(name: str, temperature: float, one_line: Callable[..., str]) -> None:
-    """Also where all rows are greedy and the scheme is not asked."""
-    engine = Engine(tiny(), Fixed(), scheme(name, 3))
-    request = Request("0", [65, 66], SamplingParams(temperature=temperature, max_tokens=8))
-    one_line(lambda: list(engine.run([request])), "takes chains")
+def test_the_engine_takes_trees_under_every_scheme(name: str, temperature: float) -> None:
+    """Also of a proposer that says nothing of trees: its nodes are no more than what may still be emitted."""
+    engine = Engine(tiny(), Fixed(), scheme(name, 3), max_batch_size=2)
+    params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
+    requests = list(engine.run([Request(str(i), [65, 66], params) for i in range(2)]))
+    assert [len(request.output_token_ids) for request in requests] == [8, 8]
+    assert all(len(request.stats.draft_parents) == len(request.stats.drafted) for request in requests)
+
+
+def test_a_tree_is_no_deeper_than_what_may_be_emitted(one_line: Callable[..., str]) -> None:
+    class Deep(Fixed):
+        drafts_trees = True
+
+        def propose(self, context: Context) -> Draft:
+            draft = super().propose(context)
+            return Draft(draft.token_BK, draft.length_B, parent_BK=torch.arange(-1, 2).expand(len(context.rows), 3))
+
+    engine = Engine(tiny(), Deep(), scheme("standard", 3))
+    request = Request("0", [65, 66], SamplingParams(temperature=0, max_tokens=3))
+    one_line(lambda: list(engine.run([request])), "Deep.propose drafted trees [3] deep", "max_depth_B allows [1]")
 
 
 def test_a_node_hangs_on_one_before_it(one_line: Callable[..., str]) -> None:

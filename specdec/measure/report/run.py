@@ -140,6 +140,11 @@ def _acceptance_table(summary: dict[str, Any], title: str) -> Table:
         "mean acceptance length: steps with a draft, bonus token included; tokens/step: every step. all: all steps together; "
         "means: every category, or request, counts alike. Per position: of all drafts, shorter ones too."
     )
+    if "nodes_per_draft" in (n := summary["overall"]):
+        caption += (
+            f" Trees of {n['nodes_per_draft']:.1f} nodes, {n['depth_per_draft']:.1f} deep; positions are depths; "
+            f"{n['num_accepted_off_first_path']} of {n['num_accepted_tokens']} accepted tokens are not of the first path."
+        )
     table = new_table(title, ["category"], ["requests", "mean acceptance length", "tokens/step"], caption)
     table.add_column("acceptance per position", no_wrap=True)
     table.add_column("steps with draft", justify="right")

@@ -89,7 +89,7 @@ def median_and_p99(percentiles: dict[str, float] | None, scale: float = 1.0, dig
 
 
 def draft_length(run: Mapping[str, Any]) -> str:
-    """How many tokens are drafted: a number, or the longest draft and what chooses.
+    """How many tokens are drafted: a number, or the longest draft and what chooses. Of trees, their nodes.
 
     run: a summary's `num_speculative_tokens` and `speculative_config`.
     """
@@ -103,6 +103,8 @@ def draft_length(run: Mapping[str, Any]) -> str:
         length = f"up to {longest} by batch size"
     else:
         length = str(longest)
+    if config.get("tree_topk") or config.get("speculative_token_tree"):
+        length += " nodes"
     return f"{length}, adaptive" if config.get("enable_adaptive_verification") else length
 
 
