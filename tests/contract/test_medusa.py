@@ -63,7 +63,7 @@ def grown(name: str) -> Checkpoint:
 @cache
 def reference() -> Any:
     """The target as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(hub.tiny(), dtype=torch.float32, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(hub.tiny(), dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
 
 
 @torch.no_grad()
