@@ -81,8 +81,11 @@ class Draft:
         return cls(token_BK, torch.zeros(num_rows, dtype=torch.int64))
 
     def parents(self) -> np.ndarray:
-        """[B, K] parents of the nodes, on the host; of a chain -1, 0, 1, ..."""
-        return tree.chain(*self.token_BK.shape) if self.parent_BK is None else self.parent_BK.cpu().numpy()
+        """[B, K] parents of the nodes, on the host; of a chain -1, 0, 1, ...; of a tree -1 for padding, whatever it holds."""
+        if self.parent_BK is None:
+            return tree.chain(*self.token_BK.shape)
+        is_node_BK = np.arange(self.parent_BK.shape[1]) < self.length_B.numpy()[:, None]
+        return np.where(is_node_BK, self.parent_BK.cpu().numpy(), -1)
 
     def check_tree(self, source: str) -> None:
         """Raise ValueError, one line, if a node's parent is not before it. source: what made the draft."""

@@ -137,12 +137,9 @@ def path_to(parent_BK: Tensor, node_B: Tensor) -> tuple[Tensor, Tensor]:
 
     node_B: -1 is the path without nodes.
     """
-    num_nodes = parent_BK.shape[1]
-    is_on_path = []
-    for k in reversed(range(num_nodes)):
-        is_on_B = node_B == k
-        is_on_path.append(is_on_B)
-        node_B = torch.where(is_on_B, parent_BK[:, k], node_B)
-    is_on_BK = torch.stack(is_on_path[::-1], 1)
+    is_on_BK = torch.zeros_like(parent_BK, dtype=torch.bool)
+    for k in reversed(range(parent_BK.shape[1])):
+        is_on_BK[:, k] = node_B == k
+        node_B = torch.where(is_on_BK[:, k], parent_BK[:, k], node_B)
     order_BK = (~is_on_BK).long().argsort(dim=1, stable=True)
     return is_on_BK.sum(1), order_BK

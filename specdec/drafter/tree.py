@@ -206,8 +206,9 @@ class Level:
 
     def visibility(self, place_B: np.ndarray, num_rows: int) -> Tree:
         """What the nodes see. place_B: of the rows among those of the forward, which are num_rows."""
-        parent_RX = np.full((num_rows, self.parent_BX.shape[1]), -1)
-        parent_RX[place_B] = self.parent_BX
+        num_nodes = self.num_stored + int(self.count_B.max())
+        parent_RX = np.full((num_rows, num_nodes), -1)
+        parent_RX[place_B] = self.parent_BX[:, :num_nodes]
         return Tree(parent_RX, self.num_stored)
 
     def _packed(self, x_BW: np.ndarray) -> np.ndarray:

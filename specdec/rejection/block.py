@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec import tree
 from specdec.core import Draft, Verdict
 from specdec.rejection import standard
-from specdec.rejection.standard import draft_q, is_drafted, residual, target_p, tokens, without
+from specdec.rejection.standard import draft_q, is_drafted, parents, residual, target_p, tokens, without
 from specdec.sampling import inverse_cdf
 
 lossless = True
@@ -73,13 +73,12 @@ def _residual_mass(draft: Draft, p_BJV: Tensor, p_BK: Tensor, prefix_B: Tensor, 
 
 def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """Traversal of a sampled tree, all rows side by side: each node is entered, then its children, then it is left."""
-    assert draft.parent_BK is not None
     assert draft.q_BKV is not None
     device = p_BJV.device
-    parent_BK = draft.parent_BK.to(device)
+    parent_BK = parents(draft, p_BJV)
     row_B = torch.arange(len(parent_BK), device=device)
     token_BK = tokens(draft, p_BJV)
-    left_BJV = p_BJV.double()
+    left_BJV = p_BJV.double().clone()
     drawn_BJV = torch.zeros_like(left_BJV, dtype=torch.bool)
     ratio_BJ = torch.ones_like(u_BJ)
     left_q_BJ = torch.ones_like(u_BJ)  # of q, the probability of the tokens that were not drawn
@@ -117,10 +116,9 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
 
 def _traversal(draft: Draft) -> np.ndarray:
     """[2 K, B] in which order the nodes of each row are entered (node + 1) and left (-1 - node); 0: nothing."""
-    assert draft.parent_BK is not None
     num_rows, num_nodes = draft.token_BK.shape
     events = np.zeros((2 * num_nodes, num_rows), dtype=np.int64)
-    parent_BK = draft.parent_BK.cpu().numpy()
+    parent_BK = draft.parents()
     for b, length in enumerate(draft.length_B.tolist()):
         children: list[list[int]] = [[] for _ in range(length + 1)]
         for k in reversed(range(length)):

@@ -36,7 +36,7 @@ def compare(draft: Draft, y_BJ: Tensor) -> Verdict:
     position = y_BJ.new_ones(num_draft).cumsum(0) - 1
     is_drafted_BK = position < draft.length_B.to(y_BJ.device).unsqueeze(-1)
     if draft.parent_BK is not None:
-        parent_BK = draft.parent_BK.to(y_BJ.device)
+        parent_BK = draft.parent_BK.to(y_BJ.device).masked_fill(~is_drafted_BK, -1)  # padding may hold anything
         same_BK = (draft.token_BK == y_BJ.gather(1, parent_BK + 1)) & is_drafted_BK
         num_accepted_B, last_B, path_BK = tree.walk(parent_BK, same_BK)
         return Verdict(num_accepted_B, y_BJ.gather(1, last_B.unsqueeze(1) + 1).squeeze(1), path_BK)

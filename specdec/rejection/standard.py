@@ -55,6 +55,12 @@ def tokens(draft: Draft, p_BJV: Tensor) -> Tensor:
     return draft.token_BK.masked_fill(~is_drafted(draft, p_BJV), 0)
 
 
+def parents(draft: Draft, p_BJV: Tensor) -> Tensor:
+    """[B, K] the parents of a tree's nodes, with -1 for padding, which may hold anything."""
+    assert draft.parent_BK is not None
+    return draft.parent_BK.to(p_BJV.device).masked_fill(~is_drafted(draft, p_BJV), -1)
+
+
 def target_p(draft: Draft, p_BJV: Tensor) -> Tensor:
     """[B, K] p_i(x_i), float64."""
     return p_BJV[:, :-1].gather(-1, tokens(draft, p_BJV).unsqueeze(-1)).squeeze(-1).double()
@@ -90,8 +96,7 @@ def residual(draft: Draft, p_BJV: Tensor, num_accepted_B: Tensor, scale_B: Tenso
 
 def _verify_deterministic_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """Of r, the probabilities of the children suffice, and the sum of what is left."""
-    assert draft.parent_BK is not None
-    parent_BK = draft.parent_BK.to(p_BJV.device)
+    parent_BK = parents(draft, p_BJV)
     row_B = torch.arange(len(parent_BK), device=p_BJV.device)
     token_BK = tokens(draft, p_BJV)
     p_BK = p_BJV[row_B.unsqueeze(1), parent_BK + 1, token_BK].double()
@@ -110,8 +115,7 @@ def _verify_deterministic_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Ver
 def verdict_of_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor, judged_BK: Tensor) -> Verdict:
     """Walk along the accepted nodes of a deterministic tree, and sample the extra token at the end, which is not one of the
     children there that were judged."""
-    assert draft.parent_BK is not None
-    parent_BK = draft.parent_BK.to(p_BJV.device)
+    parent_BK = parents(draft, p_BJV)
     num_accepted_B, last_B, path_BK = tree.walk(parent_BK, accept_BK)
     p_BV = p_BJV[torch.arange(len(last_B), device=last_B.device), last_B + 1].double()
     is_rejected_BK = judged_BK & (parent_BK == last_B.unsqueeze(1))
@@ -123,15 +127,14 @@ def verdict_of_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor
 
 def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     """Of a sampled tree."""
-    assert draft.parent_BK is not None
     assert draft.q_BKV is not None
-    parent_BK = draft.parent_BK.to(p_BJV.device)
+    parent_BK = parents(draft, p_BJV)
     token_BK = tokens(draft, p_BJV)
     is_drafted_BK = is_drafted(draft, p_BJV)
-    at_B = torch.full_like(draft.token_BK[:, 0], -1)
+    at_B = parent_BK.new_full(parent_BK.shape[:1], -1)
     left_BV = p_BJV[:, 0].double()
     drawn_BV = torch.zeros_like(left_BV, dtype=torch.bool)  # tokens of the children that were rejected
-    accepted = []
+    accept_BK = torch.zeros_like(is_drafted_BK)
     for k in range(parent_BK.shape[1]):
         is_here_B = is_drafted_BK[:, k] & (parent_BK[:, k] == at_B)
         if is_known_empty(is_here_B):
@@ -146,8 +149,8 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         left_BV = torch.where(accept_B1, p_BJV[:, k + 1].double(), left_BV)
         drawn_BV = (drawn_BV | torch.zeros_like(drawn_BV).scatter(1, token_B1, is_rejected_B1)) & ~accept_B1
         at_B = torch.where(accept_B, k, at_B)
-        accepted.append(accept_B)
-    num_accepted_B, _, path_BK = tree.walk(parent_BK, torch.stack(accepted, 1))
+        accept_BK[:, k] = accept_B
+    num_accepted_B, _, path_BK = tree.walk(parent_BK, accept_BK)
     return Verdict(num_accepted_B, inverse_cdf(left_BV, u_BJ[:, -1]), path_BK)
 
 

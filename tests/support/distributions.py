@@ -82,11 +82,11 @@ def tv(a: Tensor, b: Tensor) -> float:
 # Exact distributions
 
 
-def bisect(holds: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """[size] for each entry the u up to which `holds(u)` is true, to the last bit of a uniform."""
+def bisect(holds: Callable[[Tensor], Tensor], size: int, bits: int = 53) -> Tensor:
+    """[size] for each entry the u up to which `holds(u)` is true, to that many bits; a uniform has 53."""
     low = torch.zeros(size, dtype=torch.float64)
     high = torch.ones(size, dtype=torch.float64)
-    for _ in range(53):
+    for _ in range(bits):
         middle = (low + high) / 2
         below = holds(middle)
         low = torch.where(below, middle, low)
@@ -98,7 +98,8 @@ def repeated(draft: Draft, p_BJV: Tensor, times: int) -> tuple[Draft, Tensor]:
     """Every row `times` times in succession."""
     q_BKV = None if draft.q_BKV is None else draft.q_BKV.repeat_interleave(times, 0)
     length_B = draft.length_B.repeat_interleave(times)
-    copies = Draft(draft.token_BK.repeat_interleave(times, 0), length_B, q_BKV)
+    parent_BK = None if draft.parent_BK is None else draft.parent_BK.repeat_interleave(times, 0)
+    copies = Draft(draft.token_BK.repeat_interleave(times, 0), length_B, q_BKV, parent_BK)
     return copies, p_BJV.repeat_interleave(times, 0)
 
 

@@ -33,7 +33,7 @@ from specdec import method, rejection
 from specdec.core import Context, Draft, Policy, Proposer
 from specdec.drafter.base import Init
 from specdec.model.contract import Contract
-from specdec.model.kv import CAUSAL, Visibility
+from specdec.model.kv import CAUSAL, Tree, Visibility
 from specdec.model.target import CausalLM, Output
 from specdec.params import SamplingParams
 from specdec.policy.adaptive import Adaptive, Scheduled
@@ -67,6 +67,9 @@ class TokenCache:
 
     def write(self, row_N: np.ndarray, slot_N: np.ndarray, token_N: np.ndarray) -> None:
         self.token_RS[row_N, slot_N] = token_N
+
+    def move(self, row_N: Tensor, from_slot_N: Tensor, to_slot_N: Tensor) -> None:
+        self.token_RS[row_N.numpy(), to_slot_N.numpy()] = self.token_RS[row_N.numpy(), from_slot_N.numpy()]
 
     def wipe(self) -> None:
         self.token_RS[:] = POISON
@@ -168,41 +171,65 @@ class TableLM(CausalLM):
         hidden_layers: tuple[int, ...] = (),
         logits_at_N: np.ndarray | None = None,
         visibility: Visibility = CAUSAL,
+        slot_BM: np.ndarray | None = None,
     ) -> Output:
-        assert visibility is CAUSAL, "its cache holds chains"
         token_N = token_N.numpy()
         assert len(token_N) == length_B.sum() > 0
         assert len(start_B) == len(length_B)
         assert ((token_N >= 0) & (token_N < self.vocab_size)).all(), f"no tokens: {token_N}"
         assert first_row + len(start_B) <= cache.rows
-        assert (start_B + length_B).max() <= min(cache.slots, self.max_model_len)
         row_N = np.repeat(np.arange(first_row, first_row + len(start_B)), length_B)
-        slot_N = np.arange(len(token_N)) + np.repeat(start_B - np.cumsum(length_B) + length_B, length_B)
-        cache.write(row_N, slot_N, token_N)
-
-        # a token looks at every slot up to its own, as attention does
-        seen_NS = cache.token_RS[row_N, : int(slot_N.max()) + 1]
-        unwritten_NS = (seen_NS == POISON) & (np.arange(seen_NS.shape[1]) <= slot_N[:, None])
-        assert not unwritten_NS.any(), f"never written, but read: {np.argwhere(unwritten_NS).tolist()}"
         each_N = np.arange(len(token_N))
-        last_N = seen_NS[each_N, slot_N]
-        before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
+        if visibility is CAUSAL:
+            position_N = slot_N = each_N + np.repeat(start_B - np.cumsum(length_B) + length_B, length_B)
+            cache.write(row_N, slot_N, token_N)
+            # a token looks at every slot up to its own, as attention does
+            seen_NS = cache.token_RS[row_N, : int(slot_N.max()) + 1]
+            unwritten_NS = (seen_NS == POISON) & (np.arange(seen_NS.shape[1]) <= slot_N[:, None])
+            assert not unwritten_NS.any(), f"never written, but read: {np.argwhere(unwritten_NS).tolist()}"
+            last_N = seen_NS[each_N, slot_N]
+            before_N = np.where(slot_N > 0, seen_NS[each_N, slot_N - 1], self.vocab_size)
+        else:
+            assert isinstance(visibility, Tree)
+            tree = visibility
+            b_N = np.repeat(np.arange(len(start_B)), length_B)
+            place_N = np.arange(len(token_N)) - np.repeat(np.cumsum(length_B) - length_B, length_B) + tree.num_stored
+            slot_BX = start_B[:, None] + np.arange(tree.parent_BX.shape[1])
+            if slot_BM is not None:
+                slot_BX[:, tree.num_stored :] = slot_BM
+            slot_N = slot_BX[b_N, place_N]
+            position_N = start_B[b_N] + tree.depth_BX()[b_N, place_N]
+            cache.write(row_N, slot_N, token_N)
+
+            # a token looks at every slot of the prefix, and at those of its ancestors, as attention does
+            sees_NX = tree.visible_BMX()[b_N, place_N - tree.num_stored]
+            seen_NS = np.arange(cache.slots) < start_B[b_N, None]
+            n, x = np.nonzero(sees_NX)
+            seen_NS[n, slot_BX[b_N[n], x]] = True
+            unwritten_NS = seen_NS & (cache.token_RS[row_N] == POISON)
+            assert not unwritten_NS.any(), f"never written, but read: {np.argwhere(unwritten_NS).tolist()}"
+            last_N = cache.token_RS[row_N, slot_N]
+            parent_N = tree.parent_BX[b_N, place_N]
+            before_slot_N = np.where(parent_N < 0, start_B[b_N] - 1, slot_BX[b_N, parent_N.clip(0)])
+            before_N = np.where(position_N > 0, cache.token_RS[row_N, before_slot_N], self.vocab_size)
+        assert slot_N.max() < cache.slots
+        assert position_N.max() < self.max_model_len
 
         keep_N = each_N if logits_at_N is None else logits_at_N
         if last_only:  # of a row without tokens, some other token, as CausalLM has it
             keep_N = (np.cumsum(length_B) - 1).clip(0)
-        logits = self._logits(before_N[keep_N], last_N[keep_N], slot_N[keep_N])
-        hidden_NTD = self._hidden(last_N, slot_N, hidden_layers) if hidden_layers else None
+        logits = self._logits(before_N[keep_N], last_N[keep_N], position_N[keep_N])
+        hidden_NTD = self._hidden(last_N, position_N, hidden_layers) if hidden_layers else None
         return Output(torch.from_numpy(logits), hidden_NTD)
 
-    def _logits(self, before_N: np.ndarray, last_N: np.ndarray, slot_N: np.ndarray) -> np.ndarray:
+    def _logits(self, before_N: np.ndarray, last_N: np.ndarray, position_N: np.ndarray) -> np.ndarray:
         return self.table[before_N, last_N]
 
-    def _hidden(self, token_N: np.ndarray, slot_N: np.ndarray, layers: tuple[int, ...]) -> Tensor:
+    def _hidden(self, token_N: np.ndarray, position_N: np.ndarray, layers: tuple[int, ...]) -> Tensor:
         assert all(0 <= layer <= self.num_layers for layer in layers)
         hidden_NTD = torch.zeros(len(token_N), len(layers), self.hidden_size)
         hidden_NTD[torch.arange(len(token_N)), :, torch.from_numpy(token_N)] = 1
-        hidden_NTD[:, :, -2] = torch.from_numpy(slot_N).float().unsqueeze(-1)
+        hidden_NTD[:, :, -2] = torch.from_numpy(position_N).float().unsqueeze(-1)
         hidden_NTD[:, :, -1] = torch.tensor(layers, dtype=torch.float32)
         return hidden_NTD
 

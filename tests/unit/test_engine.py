@@ -267,6 +267,7 @@ class Watching(StatelessProposer):
         self.num_speculative_tokens = inner.num_speculative_tokens
         self.needs_logits = bool(self.hidden_layers)
         self.needs_uniforms = inner.needs_uniforms
+        self.drafts_trees = inner.drafts_trees
         self.running: dict[int, Request] = {}  # by row
         self.hidden: dict[str, list[torch.Tensor]] = {}  # by request, all states that were handed over
         # by request, for each step: committed tokens, the draft, its budget
@@ -715,6 +716,7 @@ def test_counts(case: Case, name: str) -> None:
     requests = ending_requests(0.9)
     run(target, watching, name, requests, rows=5, max_model_len=40)
     recount: Counter[tuple[int, int]] = Counter()
+    num_nodes = 0
     num_cut = 0
     for request in requests:
         stats = request.stats
@@ -722,19 +724,26 @@ def test_counts(case: Case, name: str) -> None:
         place = len(request.prompt_token_ids) + 1  # the token that prefill gives belongs to no step
         limit = min(len(request.prompt_token_ids) + (request.params.max_tokens or 40), 40)
         calls = iter(watching.steps.get(request.id, []))
-        steps = zip(stats.drafted, stats.accepted, stats.emitted, stats.draft_token_ids, strict=True)
-        for drafted, accepted, emitted, draft_token_ids in steps:
+        chains = [list(range(-1, drafted - 1)) for drafted in stats.drafted]
+        parents_of = stats.draft_parents if watching.drafts_trees else chains
+        steps = zip(stats.drafted, stats.accepted, stats.emitted, stats.draft_token_ids, parents_of, strict=True)
+        for step, (drafted, accepted, emitted, draft_token_ids, parents) in enumerate(steps):
             before = place
             draft = []
             budget = min(watching.num_speculative_tokens, limit - place - 1)
+            if watching.drafts_trees and budget:  # paths are limited by what may still be emitted, and nodes are not
+                budget = watching.num_speculative_tokens
             if budget:  # else the proposer has nothing to do
                 before, draft, num_accepted_prev = next(calls)
                 assert num_accepted_prev == budget
             assert (before, len(draft)) == (place, drafted)
             assert list(draft) == draft_token_ids
             place += emitted
-            same = [a == b for a, b in zip(draft, tokens[before:], strict=False)]
-            num_accepted = len(list(itertools.takewhile(bool, same)))
+            paths = [node_path(parents, node) for node in range(len(draft))]
+            same = [[draft[k] for k in path] == tokens[before : before + len(path)] for path in paths]
+            num_accepted = max((len(path) for path, is_same in zip(paths, same, strict=True) if is_same), default=0)
+            if watching.drafts_trees:
+                assert accepted == 0 or paths[stats.accepted_nodes[step][-1]] == stats.accepted_nodes[step]
             # what follows a rejection may be the token that was rejected; under these schemes it is not
             assert accepted <= num_accepted, name
             assert accepted == num_accepted or name not in ("standard", "match")
@@ -742,7 +751,8 @@ def test_counts(case: Case, name: str) -> None:
             assert emitted == accepted + (not cut)
             assert not cut or (place == len(tokens) and request.finish_reason == "stop")
             num_cut += cut
-            recount[drafted, accepted] += 1
+            recount[max(map(len, paths), default=0), accepted] += 1
+            num_nodes += drafted
         assert place == len(tokens)
         assert not list(calls)
         assert sum(stats.emitted) + 1 == len(request.output_token_ids)
@@ -757,13 +767,18 @@ def test_counts(case: Case, name: str) -> None:
     drafts = [pair for pair in recount.elements() if pair[0]]
     assert metrics["num_steps"] == recount.total()
     assert metrics["num_drafts"] == len(drafts)
-    assert metrics["num_draft_tokens"] == sum(drafted for drafted, _ in drafts)
+    assert metrics["num_draft_tokens"] == num_nodes
     assert metrics["num_accepted_tokens"] == sum(accepted for _, accepted in drafts)
     assert metrics["num_output_tokens"] == sum(len(r.output_token_ids) for r in requests)
     if drafts:
         assert metrics["mean_acceptance_length"] == 1 + np.mean([accepted for _, accepted in drafts])
         for i, rate in enumerate(metrics["acceptance_rate_per_position"]):
             assert rate == np.mean([accepted > i for _, accepted in drafts])
+
+
+def node_path(parents: list[int], node: int) -> list[int]:
+    """The nodes of a tree from the root to this one."""
+    return [*node_path(parents, parents[node]), node] if node >= 0 else []
 
 
 def test_tokens_after_a_stop_are_not_accepted() -> None:
