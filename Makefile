@@ -44,7 +44,7 @@ drafter: $(VENV)/.done
 
 ## make drafters    a drafter of every family from the same data, 15 CPU-minutes each (hours in all; what is done stays done),
 ##                  decoded and compared; DRAFTERS=directory
-FAMILIES := eagle3 peagle eagle mtp mlp draft_model pard
+FAMILIES := eagle3 peagle eagle mtp mlp medusa draft_model pard
 SCRIPT_peagle := eagle
 SCRIPT_eagle3 := eagle
 DRAFTERS ?= outputs/drafters

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.checkpoint.lint import Findings, TargetFacts
 
 # Formats that others share and that cannot be read here, by a word of their config.json.
-UNREADABLE = ("medusa", "dflash", "dspark", "xpress", "domino", "hydra", "deepseek", "mtp", "minimax", "kimi")
+UNREADABLE = ("dflash", "dspark", "xpress", "domino", "hydra", "deepseek", "mtp", "minimax", "kimi")
 
 
 class Format(Protocol):

@@ -445,10 +445,18 @@ def t2d_of(d2t: Tensor, vocab: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------ facts about the target
 
 
+# Where a config.json names the target: as this project does, in its own format and in others', `speculators`, and Medusa.
+TARGET_NAMES = (
+    ("target", "name"),
+    (SPECDEC_KEY, "target", "name"),
+    ("speculators_config", "verifier", "name_or_path"),
+    ("base_model_name_or_path",),
+)
+
+
 def target_name(config: dict[str, Any]) -> str | None:
-    """The target that a drafter's config.json names: as this project writes it, in its own format and in others', or as
-    `speculators` does."""
-    for path in (("target", "name"), (SPECDEC_KEY, "target", "name"), ("speculators_config", "verifier", "name_or_path")):
+    """The target that a drafter's config.json names."""
+    for path in TARGET_NAMES:
         value: Any = config
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None

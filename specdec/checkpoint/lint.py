@@ -1,8 +1,8 @@
 """Check a drafter's directory against what the serving engines load, without the engines.
 
-The rules were read in the sources of vLLM 0.33.0, SGLang 0.5.23 and `speculators` 0.9.0 (vLLM <= 0.32 for the MLP speculator);
-each format's module has its own (`lint`), and this one what they share. vLLM 0.32.0 and `speculators` have run what passes
-them, and drafted the same (`make peer-vllm`); SGLang has not.
+The rules were read in the sources of vLLM 0.33.0, SGLang 0.5.23 and `speculators` 0.9.0 (vLLM <= 0.32 for the MLP speculator
+and Medusa); each format's module has its own (`lint`), and this one what they share. vLLM 0.32.0 and `speculators` have run
+what passes them, and drafted the same (`make peer-vllm`); SGLang has not.
 An *error*: the engine does not load the directory, or loads another function than was trained, mostly without a message. A
 *warning*: it loads, and something may be worse than it need be.
 """
@@ -27,6 +27,7 @@ ENGINES = {
     "sglang": "SGLang 0.5.23",
     "speculators": "speculators 0.9",
     "vllm_0_32": "vLLM <= 0.9.2 (MLP)",  # which ran the MLP speculator; its class stayed up to 0.32
+    "vllm_medusa": "vLLM <= 0.32 (Medusa)",
 }
 ALL_ENGINES = tuple(ENGINES)
 CURRENT_ENGINES = ("vllm", "sglang", "speculators")

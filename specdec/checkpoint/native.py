@@ -28,7 +28,7 @@ from specdec.model.target import CausalLM, is_finite
 NAME = "native"  # as `format=` of train/share.py
 FORMAT = "specdec-drafter"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_COUNTS = ("num_hidden_layers", "num_modules")
+_COUNTS = ("num_hidden_layers", "num_modules", "num_heads")
 _WIDTHS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 

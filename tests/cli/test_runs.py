@@ -43,6 +43,7 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
     "train/eagle": (["model=tiny"], "out_dir"),
     "train/mtp": (["model=tiny"], "out_dir"),
     "train/mlp": (["model=tiny"], "out_dir"),
+    "train/medusa": (["model=tiny"], "out_dir"),
     "train/pard": (["model=tiny"], "out_dir"),
     "train/draft_model": (["model=tiny"], "out_dir"),
     "train/extract": (["model=tiny"], "out_dir"),
@@ -55,7 +56,16 @@ HYDRA = {  # every script that Hydra starts, what it needs, and the key of its o
     "eval/bench": (["model=tiny"], "out_dir"),
 }
 SINGLE = ("eval/compare", "eval/report", "eval/prove", "eval/gpu", "train/bench")
-RESUMES = ("train/eagle", "train/mtp", "train/mlp", "train/pard", "train/draft_model", "train/extract", "eval/run")
+RESUMES = (
+    "train/eagle",
+    "train/mtp",
+    "train/mlp",
+    "train/medusa",
+    "train/pard",
+    "train/draft_model",
+    "train/extract",
+    "eval/run",
+)
 EVERY = pytest.mark.parametrize("name", HYDRA)
 FEW = ("model=tiny", "limit=2", "sampling.max_tokens=8", "baseline=false")
 

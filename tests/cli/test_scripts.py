@@ -38,7 +38,7 @@ def commands(text: str) -> Iterator[list[str]]:
     for line in lines + inline:
         if not re.match(r"([\w./]*python|torchrun)\s", line):
             continue
-        if re.search("method=(repeat|heads)|rejection=typical", line):  # of docs/extending.md, yet to be written
+        if re.search("method=(repeat|heads)|rejection=relaxed", line):  # of docs/extending.md, yet to be written
             continue
         words = shlex.split(line, comments=True)
         script = next((i for i, word in enumerate(words) if re.fullmatch(r"(eval|train)/\w+\.py", word)), None)

@@ -574,7 +574,7 @@ def test_bad_directories(tmp_path: Path, one_line: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "medusa", "medusa_num_heads": 3}, ("medusa", "cannot be imported")),
+        ({"model_type": "hydra", "hydra_num_heads": 3}, ("hydra", "cannot be imported")),
         ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}}, ("dflash", "cannot be imported")),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}, ("deepseek", "cannot be imported")),
         ({"architectures": ["BertModel"], "model_type": "bert"}, ("known format", "'bert'")),

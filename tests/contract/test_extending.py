@@ -113,17 +113,16 @@ def test_the_serve_command_has_a_name_for_every_method_that_an_engine_loads() ->
                 assert served_by in method.facts(name).serving, (name, engine)
 
 
-def test_the_scheme_accepts_what_is_likely() -> None:
-    """Of p = (.95, .05) token 0 is accepted and token 1 is not: .05 is below .09, and .3 exp(-H) is .25."""
-    p_BJV = torch.tensor([[[0.95, 0.05], [0.5, 0.5]]]).expand(2, 2, 2)
+def test_the_scheme_accepts_what_is_almost_the_likeliest() -> None:
+    """Of p = (.6, .4) token 1 is .2 below token 0."""
+    p_BJV = torch.tensor([[[0.6, 0.4], [0.5, 0.5]]]).expand(2, 2, 2)
     draft = Draft(torch.tensor([[0], [1]]), torch.tensor([1, 1]))
     u_BJ = torch.full((2, 2), 0.4, dtype=torch.float64)
-    verdict = rejection.build("typical")(draft, p_BJV, u_BJ)
+    verdict = rejection.build("relaxed")(draft, p_BJV, u_BJ)
     assert verdict.num_accepted_B.tolist() == [1, 0]
     assert verdict.token_B.tolist() == [0, 0]
-    assert not rejection.build("typical").lossless
-    assert rejection.build("typical", posterior_threshold=0.99)(draft, p_BJV, u_BJ).num_accepted_B.tolist() == [1, 0]
-    assert rejection.build("typical", posterior_threshold=0.04)(draft, p_BJV, u_BJ).num_accepted_B.tolist() == [1, 1]
-    assert {"posterior_threshold": float, "posterior_alpha": float}.items() <= rejection.all_settings().items()
-    with pytest.raises(ValueError, match=r"posterior_alpha=0 must be above 0"):
-        rejection.build("typical", posterior_alpha=0)
+    assert not rejection.build("relaxed").lossless
+    assert rejection.build("relaxed", relaxed_delta=0.25)(draft, p_BJV, u_BJ).num_accepted_B.tolist() == [1, 1]
+    assert rejection.all_settings()["relaxed_delta"] is float
+    with pytest.raises(ValueError, match=r"relaxed_delta=1 must be at least 0"):
+        rejection.build("relaxed", relaxed_delta=1)

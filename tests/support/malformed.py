@@ -367,7 +367,7 @@ def speculative_cases() -> Iterator[Case]:
         "hybrid inside hybrid": {"method": "hybrid", "proposers": [{"method": "hybrid", "proposers": []}]},
         "custom_class without a module": {"method": "custom_class", "model": "NoModule"},
         "custom_class that is not there": {"method": "custom_class", "model": dotted},
-        "eagle3 without a model": {"method": "eagle3"}, "medusa": {"method": "medusa"}, "quantization": {"quantization": "fp8"},
+        "eagle3 without a model": {"method": "eagle3"}, "dflash": {"method": "dflash"}, "quantization": {"quantization": "fp8"},
         "layers twice": {
             "method": "extract_hidden_states", "num_speculative_tokens": 1, "shared_storage_path": "x",
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}},
@@ -544,13 +544,21 @@ def drafters() -> dict[str, Path]:
     root = Path(tempfile.mkdtemp())
     target = tiny().target
     directories: dict[str, Path] = {}
-    for name, architecture in {"eagle3": {}, "mlp": {}, "mtp": {}, "eagle": {}, "peagle": {}}.items():
+    for name, architecture in {"eagle3": {}, "mlp": {}, "medusa": {}, "mtp": {}, "eagle": {}, "peagle": {}}.items():
         init = Init(train_lm_head=name not in ("eagle", "mtp"))
         initial = method.find(name).init_checkpoint(target, architecture, init)  # type: ignore[attr-defined]
         directories[name] = root / name
         directories[name].mkdir()
         native.save(directories[name], initial, {}, "")
-    for name, engine in (("eagle3", "vllm"), ("eagle", "vllm"), ("eagle3", "speculators"), ("mlp", "vllm"), ("peagle", "vllm")):
+    for name, engine in (
+        ("eagle3", "vllm"),
+        ("eagle", "vllm"),
+        ("eagle3", "speculators"),
+        ("mlp", "vllm"),
+        ("medusa", "vllm"),
+        ("medusa", "medusa"),
+        ("peagle", "vllm"),
+    ):
         directory = root / f"{name}-{engine}"
         directory.mkdir()
         checkpoint.write(native.load(directories[name]), directory, engine, target)
@@ -598,7 +606,8 @@ def drafter_cases() -> Iterator[Case]:
     sizes: tuple[Any, ...] = (2**31, 2**62, 0, -1, "2", 1.5, True, [1], {"a": 1})
     fields = {
         "eagle3": ("num_hidden_layers", "draft_vocab_size", "layer_type", "norm_output", "geometry", "own_lm_head"),
-        "mlp": ("n_predict", "inner_dim", "draft_vocab_size", "tie_weights"), "mtp": ("num_modules", "last_hidden_kind"),
+        "mlp": ("n_predict", "inner_dim", "draft_vocab_size", "tie_weights"),
+        "medusa": ("num_heads", "num_hidden_layers", "draft_vocab_size"), "mtp": ("num_modules", "last_hidden_kind"),
         "peagle": ("mask_token_id", "num_hidden_layers", "num_depths"),
     }  # fmt: skip
     for name, keys in fields.items():
@@ -619,6 +628,8 @@ def drafter_cases() -> Iterator[Case]:
         "intermediate_size"),
         "eagle-vllm": ("hidden_size", "num_hidden_layers", "vocab_size"), "mlp-vllm": ("n_predict", "emb_dim", "inner_dim",
         "vocab_size"),
+        "medusa-vllm": ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "truncated_vocab_size"),
+        "medusa-medusa": ("medusa_num_heads", "medusa_num_layers"),
         "eagle3-speculators": ("transformer_layer_config", "draft_vocab_size", "speculators_config"),
         "peagle-vllm": ("ptd_token_id", "num_hidden_layers"),
     }  # fmt: skip
@@ -975,13 +986,20 @@ SCRIPTS = {
     "train/eagle.py": ("train", ("model=tiny",)),
     "train/mtp.py": ("train", ("model=tiny",)),
     "train/mlp.py": ("train", ("model=tiny",)),
+    "train/medusa.py": ("train", ("model=tiny",)),
     "train/pard.py": ("train", ("model=tiny",)),
     "train/draft_model.py": ("train", ("model=tiny",)),
     "train/prepare.py": ("prepare", ("model=tiny", "out=made.jsonl")),
     "train/extract.py": ("extract", ("model=tiny",)),
     "train/share.py": ("share", ("checkpoint=nowhere", "out_dir=shared")),
 }
-METHOD_OF = {"train/mtp.py": "mtp", "train/mlp.py": "mlp", "train/pard.py": "pard", "train/draft_model.py": "draft_model"}
+METHOD_OF = {
+    "train/mtp.py": "mtp",
+    "train/mlp.py": "mlp",
+    "train/medusa.py": "medusa",
+    "train/pard.py": "pard",
+    "train/draft_model.py": "draft_model",
+}
 NAMES = ("name", "size", "shape", "architecture")  # keys whose value is a name, of whatever form
 
 

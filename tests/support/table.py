@@ -373,6 +373,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for how in ("greedy", "probabilistic")
         for size in ("fresh", "fresh-reduced")
     },
+    # a chain and a tree, whose nodes know nothing of each other
+    "medusa": {
+        f"{how}-{shape}-medusa": _K | settings | {"model": "fresh", "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for shape, settings in (("chains", {}), ("trees", _TREE))
+    },
     "peagle": {
         f"{how}-peagle-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")

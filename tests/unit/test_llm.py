@@ -487,7 +487,7 @@ def test_a_directory_with_dots_is_no_dotted_path(tmp_path: Path, monkeypatch: py
     assert SpeculativeConfig(model="draft.v1").infer_method() == "draft_model"
 
 
-LATER = ("medusa", "dflash", "dspark")
+LATER = ("dflash", "dspark")
 
 
 @pytest.mark.parametrize(
