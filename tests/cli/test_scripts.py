@@ -63,7 +63,11 @@ def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
         raise SystemExit(0)
 
     def resolve_only(page: str, run: Any, *defaults: str) -> None:
-        launch(page, lambda cfg: None, *defaults)
+        if any(word.startswith("-") or "hydra" in word for word in sys.argv[1:]):
+            launch(page, lambda cfg: None, *defaults)
+        else:  # the same checks without Hydra's own start, which composes everything once more
+            typed = [word.partition("=")[0] for word in sys.argv[1:]]
+            config.compose(page, *(word for word in defaults if word.partition("=")[0] not in typed), *sys.argv[1:])
 
     parsed = argparse.ArgumentParser.parse_args
     launch = config.launch

@@ -16,6 +16,7 @@ from specdec.core import Proposer, Request
 from specdec.engine import Engine
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
+from support.all_pairs import all_pairs
 from support.errors import refused
 from support.methods import settings, tiny
 from support.stretches import STRETCH, adverse, decode, drafts_of, misfit
@@ -38,9 +39,16 @@ def text_of(ids: list[int]) -> str:
 # ---------------------------------------------------------------------------------------- the distribution
 
 
-@pytest.mark.parametrize("constraint", [{"bad_words": ["01", "22", "120"]}, {"allowed_token_ids": [0, 2], "bad_words": ["00"]}])
-@pytest.mark.parametrize("drafter", ["negated", "same", "ngram"])
-@pytest.mark.parametrize("name", schemes())
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"bad_words": ["01", "22", "120"]},
+    {"allowed_token_ids": [0, 2], "bad_words": ["00"]},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "constraint"),
+    all_pairs(schemes(), ["negated", "same", "ngram"], [pytest.param(each, id="-".join(each)) for each in CONSTRAINTS]),
+)
 def test_joint_distribution_under_constraints(name: str, drafter: str, constraint: dict[str, Any]) -> None:
     lookup = {"num_speculative_tokens": NUM_DRAFT, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     drafting = proposer(("ngram", lookup), TABLE) if drafter == "ngram" else drafts_of(drafter, TABLE)

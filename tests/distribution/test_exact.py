@@ -13,6 +13,7 @@ from specdec.engine import Engine
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
+from support.all_pairs import all_pairs
 from support.methods import MAX_TOKENS, METHODS, decode, settings, tiny_prompts
 from support.reference import smollm2_prompts, smollm2_reference, tiny_reference
 from support.targets import loaded
@@ -22,23 +23,14 @@ def build(name: str, target: CausalLM, **more: Any):
     return SpeculativeConfig(**settings(name, target, **more)).resolve().build(target)
 
 
-@pytest.mark.parametrize("architecture", hub.TINY)
-@pytest.mark.parametrize("method", METHODS)
-def test_tiny(architecture: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "architecture", "batch_size", "scheme"),
+    all_pairs(METHODS, hub.TINY, [1, 3, 8], ["standard", "block", "match", "gumbel"]),
+)
+def test_tiny(method: str, architecture: str, batch_size: int, scheme: str) -> None:
     target = loaded(f"tiny-{architecture}")
-    prompts = tiny_prompts()
-    want = tiny_reference(target.name)
-    # how rows are batched is the engine's affair: every size with full attention and with sliding windows, one with the others
-    for batch_size in (1, 3, 8) if architecture in ("llama", "gemma3") else (3,):
-        engine = Engine(target, *build(method, target), max_batch_size=batch_size, prefill_chunk_size=64)
-        assert decode(engine, prompts, MAX_TOKENS) == want, f"batch size {batch_size}"
-
-
-@pytest.mark.parametrize("scheme", ["block", "match"])
-@pytest.mark.parametrize("method", METHODS)
-def test_other_lossless_schemes_on_tiny(method: str, scheme: str) -> None:
-    target = loaded("tiny-llama")
-    engine = Engine(target, *build(method, target, rejection_sample_method=scheme), max_batch_size=3)
+    proposer, verifier = build(method, target, rejection_sample_method=scheme)
+    engine = Engine(target, proposer, verifier, max_batch_size=batch_size, prefill_chunk_size=64)
     assert decode(engine, tiny_prompts(), MAX_TOKENS) == tiny_reference(target.name)
 
 

@@ -16,6 +16,7 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier
 from specdec.speculative_config import SpeculativeConfig
+from support.all_pairs import all_pairs
 from support.methods import MAX_TOKENS, TREE_METHODS, decode, tiny_prompts, tree_settings
 from support.reference import smollm2_prompts, smollm2_reference, tiny_reference
 from support.targets import loaded
@@ -28,25 +29,18 @@ STATIC: dict[str, Any] = {
 }
 SAMPLED: dict[str, Any] = {"draft_sample_method": "probabilistic"}
 TRAINED = [name for name in TREE_METHODS if "draft_sample_method" in method.settings(name)]
-CELLS = [
-    # each method on two architectures, full attention and sliding windows; the others in the long proof
-    pytest.param(architecture, name, marks=[] if architecture in ("llama", "gemma3") else pytest.mark.prove)
-    for architecture in hub.TINY
-    for name in TREE_METHODS
-]
 
 
 def build(name: str, target: CausalLM, **more: Any) -> tuple[Proposer, Verifier]:
     return SpeculativeConfig(**tree_settings(name, target, **more)).resolve().build(target)
 
 
-@pytest.mark.parametrize(("architecture", "name"), CELLS)
-def test_greedy_on_tiny(architecture: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "architecture", "batch_size"), all_pairs(TREE_METHODS, hub.TINY, [1, 3, 8]))
+def test_greedy_on_tiny(name: str, architecture: str, batch_size: int) -> None:
     """Prompts on both sides of a chunk and of a window; and answers end, so that trees become chains, then nothing."""
     target = loaded(f"tiny-{architecture}")
-    for batch_size in (1, 3, 8):
-        engine = Engine(target, *build(name, target), max_batch_size=batch_size, prefill_chunk_size=64)
-        assert decode(engine, tiny_prompts(), MAX_TOKENS) == tiny_reference(target.name), f"batch size {batch_size}"
+    engine = Engine(target, *build(name, target), max_batch_size=batch_size, prefill_chunk_size=64)
+    assert decode(engine, tiny_prompts(), MAX_TOKENS) == tiny_reference(target.name)
 
 
 @pytest.mark.parametrize("scheme", ["block", "match", "gumbel"])

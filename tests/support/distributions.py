@@ -48,12 +48,14 @@ def table_rows(table: Table, prefix: Sequence[int]) -> Tensor:
 
 def lookup(table: Table, token_BL: Tensor) -> Tensor:
     """[B, L + 1, V]: `table_rows` of many prefixes at once."""
+    return torch.stack([next_probs(table, token_BL[:, :i]) for i in range(token_BL.shape[1] + 1)], 1)
+
+
+def next_probs(table: Table, token_BL: Tensor) -> Tensor:
+    """[B, V] the distribution after each prefix."""
     vocab = len(table[()])
-    rows = []
-    for i in range(token_BL.shape[1] + 1):
-        level = [table[prefix] for prefix in itertools.product(range(vocab), repeat=i)]
-        rows.append(torch.tensor(level, dtype=torch.float64)[code(token_BL[:, :i], vocab)])
-    return torch.stack(rows, 1)
+    level = [table[prefix] for prefix in itertools.product(range(vocab), repeat=token_BL.shape[1])]
+    return torch.tensor(level, dtype=torch.float64)[code(token_BL, vocab)]
 
 
 def code(token_BL: Tensor, vocab: int) -> Tensor:
@@ -266,7 +268,7 @@ def simulate(
 
     token_BK = torch.empty(rows, 0, dtype=torch.int64)
     for _ in range(gamma):
-        next_B = inverse_cdf(lookup(q_table, token_BK)[:, -1], noise(rows))
+        next_B = inverse_cdf(next_probs(q_table, token_BK), noise(rows))
         token_BK = torch.cat([token_BK, next_B.unsqueeze(-1)], 1)
     length_B = torch.full((rows,), gamma)
     if length is not None:
@@ -281,7 +283,7 @@ def complete(token_BK: Tensor, verdict: Verdict, p_table: Table, u_BJ: Tensor) -
     """[B, K + 1] accepted tokens, the extra token, and from there on samples of the target."""
     emitted_BJ = torch.nn.functional.pad(token_BK, (0, 1))
     for j in range(emitted_BJ.shape[1]):
-        fresh_B = inverse_cdf(lookup(p_table, emitted_BJ[:, :j])[:, -1], u_BJ[:, j])
+        fresh_B = inverse_cdf(next_probs(p_table, emitted_BJ[:, :j]), u_BJ[:, j])
         after_B = torch.where(j == verdict.num_accepted_B, verdict.token_B, fresh_B)
         emitted_BJ[:, j] = torch.where(j < verdict.num_accepted_B, emitted_BJ[:, j], after_B)
     return emitted_BJ

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
 from specdec.policy.cost_table import CostTable
 from specdec.speculative_config import SpeculativeConfig
+from support.all_pairs import all_pairs
 from support.decoding import TABLE, decode_reference, make, outputs, prompts
 from support.stretches import TABLE as SMALL
 from support.stretches import adverse, decode, drafts_of, misfit
@@ -43,16 +45,30 @@ ROWS = 32  # enough that a step is cheap, few enough that policies draft
 # ------------------------------------------------------------------------------------------- output is the target's
 
 
-@pytest.mark.parametrize("name", ["restless", "scheduled", "both"])
-@pytest.mark.parametrize("case", DRAFTING)
-def test_output_is_plain_decodings(case: Case, name: str) -> None:
-    """Greedy rows under standard, sampled ones under match; batches of 1, 3 and 8; rows sit out, and come back."""
-    for rows, temperature, rejecting in ((1, 0.0, "standard"), (3, 0.8, "match"), (8, 0.0, "block")):
-        drafting = proposer(case, TABLE)
-        engine = Engine(TABLE, drafting, scheme(rejecting), rows, prefill_chunk_size=3, policy=policy(name, drafting, rows))
-        requests = [make(p, i, max_tokens=20, temperature=temperature) for i, p in enumerate(prompts(2 + rows))]
-        assert len(list(engine.run(requests))) == len(requests)
-        assert outputs(requests) == [decode_reference(TABLE.logits_after, request)[0] for request in requests]
+def some_requests(count: int, temperature: float) -> list[Request]:
+    return [make(p, i, max_tokens=20, temperature=temperature) for i, p in enumerate(prompts(count))]
+
+
+@cache
+def plainly(count: int, temperature: float) -> list[list[int]]:
+    return [decode_reference(TABLE.logits_after, request)[0] for request in some_requests(count, temperature)]
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "rows", "temperature", "rejecting"),
+    all_pairs(
+        DRAFTING,
+        ["restless", "scheduled", "both"],
+        [pytest.param(*kind, id=kind[-1]) for kind in ((1, 0.0, "standard"), (3, 0.8, "match"), (8, 0.0, "block"))],
+    ),
+)
+def test_output_is_plain_decodings(case: Case, name: str, rows: int, temperature: float, rejecting: str) -> None:
+    """Greedy rows under standard and block, sampled ones under match; batches of 1, 3 and 8; rows sit out, and come back."""
+    drafting = proposer(case, TABLE)
+    engine = Engine(TABLE, drafting, scheme(rejecting), rows, prefill_chunk_size=3, policy=policy(name, drafting, rows))
+    requests = some_requests(2 + rows, temperature)
+    assert len(list(engine.run(requests))) == len(requests)
+    assert outputs(requests) == plainly(2 + rows, temperature)
 
 
 @pytest.mark.parametrize("case", [case for case in DRAFTING if "greedy" not in case.id and "same" not in case.id])

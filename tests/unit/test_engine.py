@@ -27,6 +27,7 @@ from specdec.core import Context, Draft, Proposer, Request, StatelessProposer
 from specdec.engine import Engine
 from specdec.measure.stats import pool, request_metrics
 from specdec.model.target import CausalLM
+from support.all_pairs import all_pairs
 from support.decoding import TABLE, V, decode_reference, make, outputs, prompts
 from support.table import NUM_DRAFT, TableLM, TableProposer, methods, proposer, scheme, schemes
 
@@ -136,23 +137,43 @@ def test_sampling_parameters_mean_what_the_slow_loop_does_on_a_model(tiny: Causa
     assert outputs(requests) == [decode_reference(logits_after, r, tiny.eos_token_ids)[0] for r in requests]
 
 
+@functools.cache
+def plain_with_all_params() -> list[list[int]]:
+    return outputs(run(TABLE, plain(TABLE), "standard", all_params(40)))
+
+
 @METHODS
 def test_match_gives_what_none_gives_under_every_sampling_parameter(case: Case) -> None:
-    want = outputs(run(TABLE, plain(TABLE), "standard", all_params(40)))
-    requests = run(TABLE, proposer(case, TABLE), "match", all_params(40), rows=5)
-    assert outputs(requests) == want
+    requests = run(TABLE, proposer(case, TABLE), "match", all_params(40), rows=9)
+    assert outputs(requests) == plain_with_all_params()
 
 
-@SCHEMES
-@METHODS
-def test_greedy_gives_what_none_gives(case: Case, name: str) -> None:
+@functools.cache
+def greedy_reference(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    return decode_reference(TABLE.logits_after, make(prompt, max_tokens=max_tokens, temperature=0.0))[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "temperatures"),
+    all_pairs(methods(), schemes(), [pytest.param([0.0], id="alone"), pytest.param([0.0, 1.0], id="beside-sampled")]),
+)
+def test_greedy_gives_what_none_gives(case: Case, name: str, temperatures: list[float]) -> None:
     """Beside rows that are sampled, too: then greedy rows take the way through the distributions."""
-    for temperatures in ([0.0], [0.0, 1.0]):
-        params = [{"max_tokens": 30, "temperature": temperatures[i % len(temperatures)]} for i in range(9)]
-        requests = [make(p, i, **params[i]) for i, p in enumerate(prompts(9))]
-        run(TABLE, proposer(case, TABLE), name, requests, rows=4)
-        greedy = [r for r in requests if r.params.greedy]
-        assert outputs(greedy) == [decode_reference(TABLE.logits_after, r)[0] for r in greedy]
+    params = [{"max_tokens": 30, "temperature": temperatures[i % len(temperatures)]} for i in range(9)]
+    requests = [make(p, i, **params[i]) for i, p in enumerate(prompts(9))]
+    run(TABLE, proposer(case, TABLE), name, requests, rows=5)
+    for request in requests:
+        if request.params.greedy:
+            assert request.output_token_ids == greedy_reference(tuple(request.prompt_token_ids), 30)
+
+
+def sampled_on_a_model() -> list[Request]:
+    return [make(p, i, max_tokens=20, temperature=0.8) for i, p in enumerate(prompts(6, 250, 40))]
+
+
+@pytest.fixture(scope="module")
+def plainly_sampled(tiny: CausalLM) -> list[list[int]]:
+    return outputs(run(tiny, plain(tiny), "standard", sampled_on_a_model()))
 
 
 @METHODS
@@ -160,12 +181,9 @@ def test_match_gives_what_none_gives_on_a_model(
     case: Case,
     tiny: CausalLM,
     drafters: dict[str, CausalLM],
+    plainly_sampled: list[list[int]],
 ) -> None:
-    def requests() -> list[Request]:
-        return [make(p, i, max_tokens=20, temperature=0.8) for i, p in enumerate(prompts(6, 250, 40))]
-
-    want = outputs(run(tiny, plain(tiny), "standard", requests()))
-    assert outputs(run(tiny, proposer(case, tiny, **drafters), "match", requests(), rows=4)) == want
+    assert outputs(run(tiny, proposer(case, tiny, **drafters), "match", sampled_on_a_model(), rows=4)) == plainly_sampled
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -721,7 +739,7 @@ def test_counts(case: Case, name: str) -> None:
     target = with_eos()
     watching = Watching(proposer(case, target), target)
     requests = ending_requests(0.9)
-    run(target, watching, name, requests, rows=5, max_model_len=40)
+    run(target, watching, name, requests, rows=12, max_model_len=40)
     recount: Counter[tuple[int, int]] = Counter()
     num_nodes = 0
     num_cut = 0

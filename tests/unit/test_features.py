@@ -30,6 +30,7 @@ from specdec.model.target import CausalLM
 from specdec.training import data, features, prepare
 from specdec.training.features import OnlineFeatures, StoredFeatures, extract
 from support import cli
+from support.all_pairs import all_pairs
 from support.cli import TRAIN
 from support.processes import ended, fork
 
@@ -774,19 +775,26 @@ OTHER_FILES = {
 }
 
 
-@pytest.mark.parametrize("layout", ["shards", "vllm"])
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_extract_leaves_the_files_of_others_alone(texts: Path, tmp_path: Path, name: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "layout"),
+    all_pairs(
+        list(OTHER_FILES),
+        [pytest.param(None, id="its-own"), pytest.param(b"garbage", id="garbage"), pytest.param(b"", id="empty")],
+        ["shards", "vllm"],
+    ),
+)
+def test_extract_leaves_the_files_of_others_alone(
+    texts: Path, tmp_path: Path, name: str, content: bytes | None, layout: str
+) -> None:
     """A directory that holds what a run would write, or weights, is refused as it is."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     arguments = ("model=tiny", "data=jsonl", f"data.path={texts}", "layer_ids=[1]", f"layout={layout}", "out_dir=out")
-    for content in (OTHER_FILES[name], b"garbage", b""):
-        (tmp_path / "out" / name).write_bytes(content)
-        before = bytes_in(tmp_path / "out")
-        assert f"out_dir=out holds {name}, which is of no run of ours" in call("extract", *arguments, cwd=tmp_path).error
-        assert "holds no run" in call("extract", *arguments, "resume=true", cwd=tmp_path).error
-        assert bytes_in(tmp_path / "out") == before
+    (tmp_path / "out" / name).write_bytes(OTHER_FILES[name] if content is None else content)
+    before = bytes_in(tmp_path / "out")
+    assert f"out_dir=out holds {name}, which is of no run of ours" in call("extract", *arguments, cwd=tmp_path).error
+    assert "holds no run" in call("extract", *arguments, "resume=true", cwd=tmp_path).error
+    assert bytes_in(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize("layout", ["shards", "vllm"])

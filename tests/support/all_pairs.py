@@ -1,0 +1,30 @@
+"""Parameters of a test along several axes, of which the ordinary run takes a covering set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def all_pairs(rows: Sequence[Any], columns: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+    """pytest parameters, one value of each axis. In the ordinary run every pair of values of any two axes comes at least once;
+    the rest of the product is in the long proof. Values may be pytest parameters, which have ids."""
+    axes = [[value if hasattr(value, "marks") else pytest.param(value) for value in axis] for axis in (rows, columns, *others)]
+    chosen = {
+        (i, j, *((i + step * j) % len(axis) for step, axis in enumerate(others, 1)))
+        for i, j in itertools.product(range(len(rows)), range(len(columns)))
+    }
+    for a, b in itertools.combinations(range(len(axes)), 2):
+        pairs = set(itertools.product(range(len(axes[a])), range(len(axes[b]))))
+        assert {(place[a], place[b]) for place in chosen} == pairs, "the first two axes must have more values"
+    return [
+        pytest.param(
+            *(value for axis, i in zip(axes, place, strict=True) for value in axis[i].values),
+            id="-".join(str(axis[i].id or axis[i].values[0]) for axis, i in zip(axes, place, strict=True)),
+            marks=[] if place in chosen else pytest.mark.prove,
+        )
+        for place in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
