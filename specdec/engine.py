@@ -380,12 +380,8 @@ class Engine:
         finite_BK = None if draft.finite_BK is None else draft.finite_BK[:, :width]
         parent_BK = None
         if draft.parent_BK is not None:
-            node_parent_BK = draft.parents()[:, :width]
-            parent_BK = torch.from_numpy(
-                self.processes.broadcast(
-                    np.pad(node_parent_BK, ((0, 0), (0, width - node_parent_BK.shape[1])), constant_values=-1)
-                )
-            )
+            padded_BK = np.pad(draft.parents(), ((0, 0), (0, width)), constant_values=-1)[:, :width]
+            parent_BK = torch.from_numpy(self.processes.broadcast(padded_BK))
         return replace(draft, token_BK=token_BK, length_B=torch.from_numpy(length_B), finite_BK=finite_BK, parent_BK=parent_BK)
 
     def _catch_up_idle_rows(self, idle: np.ndarray) -> None:
@@ -486,6 +482,9 @@ class Engine:
             verdict.num_accepted_B, verdict.token_B = self.processes.broadcast(
                 np.stack([verdict.num_accepted_B, verdict.token_B])
             )
+            if draft.parent_BK is not None:
+                path_BK = np.zeros(draft.token_BK.shape, dtype=np.int64) if verdict.path_BK is None else verdict.path_BK
+                verdict.path_BK = self.processes.broadcast(path_BK)
         if (verdict.token_B < 0).any():
             self._refuse(rows, draft, verdict.token_B)
         if self.proposer.needs_logits:

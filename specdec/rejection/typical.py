@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec import tree
 from specdec.core import Draft, Verdict
-from specdec.rejection.standard import is_drafted, tokens
+from specdec.rejection.standard import is_drafted, parents, tokens
 from specdec.sampling import inverse_cdf
 
 lossless = False
@@ -40,7 +40,7 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, posterior_threshold: float
     num_rows, num_positions, _ = p_BJV.shape
     row_B = torch.arange(num_rows, device=p_BJV.device)
     chain_BK = torch.arange(num_positions - 1, device=p_BJV.device).expand(num_rows, -1) - 1
-    parent_BK = chain_BK if draft.parent_BK is None else draft.parent_BK.to(p_BJV.device)
+    parent_BK = chain_BK if draft.parent_BK is None else parents(draft, p_BJV)
     p_BJV = p_BJV.double()
     entropy_BJ = torch.special.entr(p_BJV).sum(-1)
     threshold_BJ = (posterior_alpha * torch.exp(-entropy_BJ)).clamp(max=posterior_threshold)

@@ -79,8 +79,11 @@ def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float
     if model != MODELS[0]:
         core = [cut, of_states]
         more = [none, ngram, replicated]
-    greedy = [(settings, 0.0, 1) for settings in core] + [(settings, 0.0, 3) for settings in core + more]
-    return greedy + [(settings, 0.8, 3) for settings in (none, {**cut, **match}, {**of_states, **match})]
+    trees = {"tree_topk": 2, "tree_depth": 2}
+    shared_noise = {"rejection_sample_method": "gumbel", **SAMPLED}
+    greedy = [(settings, 0.0, 1) for settings in core] + [(settings, 0.0, 3) for settings in [*core, *more, {**cut, **trees}]]
+    sampled = [none, {**cut, **match}, {**of_states, **match}, {**cut, **shared_noise, **trees}]
+    return greedy + [(settings, 0.8, 3) for settings in sampled]
 
 
 def answers(target: CausalLM, settings: dict[str, Any], temperature: float, rows: int, policy: Any = None) -> list[list[int]]:
