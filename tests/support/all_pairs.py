@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ def all_pairs(rows: Sequence[Any], columns: Sequence[Any], *others: Sequence[Any
     """pytest parameters, one value of each axis. In the ordinary run every pair of values of any two axes comes at least once;
     the rest of the product is in the long proof. Values may be pytest parameters, which have ids."""
     axes = [[value if hasattr(value, "marks") else pytest.param(value) for value in axis] for axis in (rows, columns, *others)]
+    # a step without a common divisor reaches every value of an axis
+    steps = [next(n for n in itertools.count(first) if math.gcd(n, len(axis)) == 1) for first, axis in enumerate(others, 1)]
     chosen = {
-        (i, j, *((i + step * j) % len(axis) for step, axis in enumerate(others, 1)))
+        (i, j, *((i + step * j) % len(axis) for step, axis in zip(steps, others, strict=True)))
         for i, j in itertools.product(range(len(rows)), range(len(columns)))
     }
     for a, b in itertools.combinations(range(len(axes)), 2):
