@@ -275,7 +275,7 @@ class Grower:
         host = torch.cat([token_NC.double(), confidence_NC.double()], 1).cpu().numpy()  # one read
         logprob = host[:, count:]
         np.logical_and.at(self.finite_B, row_N, np.isfinite(logprob[:, 0]))
-        return host[:, :count].astype(np.int64), np.nan_to_num(logprob, nan=-np.inf), q_NV
+        return host[:, :count].astype(np.int64), np.where(np.isnan(logprob), -np.inf, logprob), q_NV
 
     def _may_go_on(self, row_N: np.ndarray, token_NC: np.ndarray) -> np.ndarray:
         """Whether the tokens do not end their rows' requests."""

@@ -5,8 +5,8 @@ their own settings which rows they draft for: `prompt_lookup_min` of n-gram draf
 a component drafts nothing for goes to the next one. These decisions read committed tokens only, so the output keeps the
 target's distribution whatever the components.
 
-If a component that runs a model drafts trees greedily, it drafts for every row, and what a lookup has found is grafted into its
-tree: nodes of both in turn, under one root, those with the same path once.
+If a component that runs a model drafts trees greedily, it drafts for every row, and what those before it draft is grafted into
+its tree: nodes of both in turn, under one root, those with the same path once.
 
 A row's later components see nothing of a step. The target's states that they miss are kept here until they draft for the row,
 or are processed meanwhile (`catch_up`) when they become many; tokens are in every context.
@@ -181,7 +181,8 @@ class Hybrid(StatelessProposer):
                 continue
             if grafts:
                 drafts = self._grafted(context, drafts, component, place)
-                break
+                remaining = np.setdiff1d(remaining, drafts[0][1])
+                continue
             draft = component.draft(context, remaining)
             has_draft = draft.length_B.numpy() > 0
             if has_draft.any():
@@ -232,7 +233,8 @@ class Hybrid(StatelessProposer):
                 if tree_draft.confidence_BKF is not None:
                     confidence_BKF[b, at] = tree_draft.confidence_BKF[b, torch.from_numpy(node_k[node_k >= 0])]
             draft.confidence_BKF = confidence_BKF
-        return [(place, rows, draft)]
+        has_draft = draft.length_B.numpy() > 0
+        return [(place, rows[has_draft], draft.select_rows(np.flatnonzero(has_draft)))]
 
     # ---------------------------------------------------------------- one draft of several
 

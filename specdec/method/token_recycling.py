@@ -65,7 +65,7 @@ class TokenRecycling(StatelessProposer):
         self.rank_K = np.array([path[-1] for path in tree.shape])
         self.depth_K = np.array([len(path) for path in tree.shape])
         # -1: not known. The line behind the last token's, which index -1 means too, is that of no token
-        self.successor_VC = np.full((target.vocab_size + 1, tree.topk), -1, dtype=np.int32)
+        self.successor_VC = np.full((target.vocab_size + 1, int(self.rank_K.max()) + 1), -1, dtype=np.int32)
         self._last_forward: Tensor | None = None  # [N, 1 + C] tokens and their successors, not in the matrix yet
 
     def on_forward(self, token_N: Tensor, logits_NV: Tensor) -> None:

@@ -81,7 +81,7 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     left_BJV = p_BJV.double().clone()
     taken_BJV = torch.zeros_like(left_BJV, dtype=torch.bool)
     ratio_BJ = torch.ones_like(u_BJ)
-    left_q_BJ = torch.ones_like(u_BJ)  # of q, the probability of the tokens that were not drawn
+    is_rejected_BK = torch.zeros_like(parent_BK, dtype=torch.bool)
     last_B = torch.full_like(row_B, -1)
     is_open_B = torch.ones_like(row_B, dtype=torch.bool)  # nothing is accepted yet
     for event_B in torch.from_numpy(_traversal(draft)).to(device):
@@ -90,7 +90,10 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         token_B = token_BK[row_B, node_B]
         ratio_B = ratio_BJ[row_B, place_B]
         # entered
-        q_B = draft.q_BKV[row_B, node_B, token_B].double() / left_q_BJ[row_B, place_B]
+        node_q_BK = draft.q_BKV[row_B, node_B].gather(1, token_BK).double()  # of all nodes' tokens, under this node's q
+        is_before_BK = is_rejected_BK & (parent_BK == place_B.unsqueeze(1) - 1)
+        left_B = 1 - torch.where(is_before_BK, node_q_BK, 0.0).sum(1)
+        q_B = node_q_BK[row_B, node_B] / left_B.clamp(min=torch.finfo(torch.float64).tiny)
         entered_B = torch.where(q_B > 0, (ratio_B * left_BJV[row_B, place_B, token_B] / q_B).clamp(max=1.0), 0.0)
         ratio_BJ[row_B, node_B + 1] = torch.where(event_B > 0, entered_B, ratio_BJ[row_B, node_B + 1])
         # left: accepted, or what remains goes to its siblings and its parent
@@ -99,6 +102,7 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         last_B = torch.where(accept_B, node_B, last_B)
         is_open_B = is_open_B & ~accept_B
         reject_B = leaves_B & ~accept_B
+        is_rejected_BK[row_B, node_B] |= reject_B
         if standard.is_known_empty(reject_B):
             continue
         q_BV = without(draft.q_BKV[row_B, node_B], taken_BJV[row_B, place_B])
@@ -108,7 +112,6 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         total_B = mass_B + 1 - ratio_B
         left_BJV[row_B, place_B] = torch.where(reject_B.unsqueeze(1), standard.normalised(rest_BV, left_BV), left_BV)
         ratio_BJ[row_B, place_B] = torch.where(reject_B, torch.where(total_B > 0, mass_B / total_B, 1.0), ratio_B)
-        left_q_BJ[row_B, place_B] *= torch.where(reject_B, 1 - q_BV[row_B, token_B], 1.0)
         taken_BJV[row_B, place_B, token_B] |= reject_B
     num_accepted_B, path_BK = tree.path_to(parent_BK, last_B)
     return Verdict(num_accepted_B, inverse_cdf(left_BJV[row_B, last_B + 1], u_BJ[:, -1]), path_BK)

@@ -80,9 +80,8 @@ def cases(model: str, eagle3: str, mtp: str) -> list[tuple[dict[str, Any], float
         core = [cut, of_states]
         more = [none, ngram, replicated]
     trees = {"tree_topk": 2, "tree_depth": 2}
-    shared_noise = {"rejection_sample_method": "gumbel", **SAMPLED}
     greedy = [(settings, 0.0, 1) for settings in core] + [(settings, 0.0, 3) for settings in [*core, *more, {**cut, **trees}]]
-    sampled = [none, {**cut, **match}, {**of_states, **match}, {**cut, **shared_noise, **trees}]
+    sampled = [none, {**cut, **match}, {**of_states, **match}, {**cut, **match, **trees}]
     return greedy + [(settings, 0.8, 3) for settings in sampled]
 
 

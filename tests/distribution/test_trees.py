@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec import gumbel, method, rejection, tree
+from specdec import gumbel, method, rejection, sampling, tree
 from specdec.core import Context, Draft, StatelessProposer, Verdict
 from specdec.drafter.tree import Grower, Level, TreePlan, best_first
 from specdec.engine import Engine, HostVerdict
@@ -653,9 +653,23 @@ def test_padding_is_never_read(name: str, with_q: bool) -> None:
     assert (spoiled.parents() == draft.parents()).all()
 
 
-@EACH_SCHEME
+@pytest.mark.parametrize("name", ["standard", "block"])
+def test_every_node_may_have_a_distribution_of_its_own(name: str) -> None:
+    """As of a lookup's tree beside drafts that are sampled: each child is certain, and none was drawn from its sibling's q."""
+    rows = 100_000
+    p_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    token_BK = torch.tensor([[0, 1]]).expand(rows, 2)
+    q_BKV = sampling.one_hot(token_BK, 3)
+    draft = Draft(token_BK, torch.full((rows,), 2), q_BKV, torch.full((rows, 2), -1))
+    verdict = scheme(name, 2)(draft, p_V.expand(rows, 3, 3), noise(torch.Generator().manual_seed(11), rows, 3))
+    assert verdict.path_BK is not None
+    first_B = torch.where(verdict.num_accepted_B > 0, token_BK.gather(1, verdict.path_BK[:, :1])[:, 0], verdict.token_B)
+    torch.testing.assert_close(first_B.bincount(minlength=3) / rows, p_V.float(), atol=0.006, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in rejection.names() if name != "typical"])
 def test_the_second_of_two_equal_siblings_changes_nothing(name: str) -> None:
-    """Of a deterministic tree; nor does what hangs on it."""
+    """Of a deterministic tree; nor does what hangs on it. (Typical acceptance takes the longest path, through either.)"""
     draft, p_BJV, u_BJ = random_batch(10)
     generator = torch.Generator().manual_seed(10)
     num_rows, num_nodes = draft.token_BK.shape

@@ -401,6 +401,16 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             }
             for how in ("greedy", "probabilistic")
         },
+        # a lookup that is grafted into a tree; and a lookup's trees beside chains that are sampled
+        "hybrid-grafted": _K
+        | {"proposers": [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "eagle3", "model": "fresh-reduced", **_TREE}]},
+        "hybrid-of-kinds": _K
+        | {
+            "proposers": [
+                {"method": "ngram", "prompt_lookup_min": 2, **_TREE},
+                {"method": "eagle3", "model": "fresh-reduced", "draft_sample_method": "probabilistic"},
+            ]
+        },
         # parts that draw from distributions of their own, at lengths of their own, and a K of its own for one of them
         "hybrid-of-four": _K
         | {

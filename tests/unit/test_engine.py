@@ -758,7 +758,7 @@ def test_counts(case: Case, name: str) -> None:
         limit = min(len(request.prompt_token_ids) + (request.params.max_tokens or 40), 40)
         calls = iter(watching.steps.get(request.id, []))
         chains = [list(range(-1, drafted - 1)) for drafted in stats.drafted]
-        parents_of = stats.draft_parents if watching.drafts_trees else chains
+        parents_of = stats.draft_parents or chains  # empty where no draft of the request was a tree
         steps = zip(stats.drafted, stats.accepted, stats.emitted, stats.draft_token_ids, parents_of, strict=True)
         for step, (drafted, accepted, emitted, draft_token_ids, parents) in enumerate(steps):
             before = place
@@ -775,7 +775,7 @@ def test_counts(case: Case, name: str) -> None:
             paths = [node_path(parents, node) for node in range(len(draft))]
             same = [[draft[k] for k in path] == tokens[before : before + len(path)] for path in paths]
             num_accepted = max((len(path) for path, is_same in zip(paths, same, strict=True) if is_same), default=0)
-            if watching.drafts_trees:
+            if stats.draft_parents:
                 assert accepted == 0 or paths[stats.accepted_nodes[step][-1]] == stats.accepted_nodes[step]
             # what follows a rejection may be the token that was rejected; under these schemes it is not
             assert accepted <= num_accepted, name

@@ -590,6 +590,7 @@ def test_a_key_that_is_not_built_is_never_ignored(key: str, target: CausalLM, on
 def test_every_key_of_vllm_is_known() -> None:
     ours = {
         *("prompt_lookup_latest", "shared_storage_path", "include_output_tokens", "pard_token", "cost_table"),
+        *("posterior_threshold", "posterior_alpha"),
         *("min_score", "tree_topk", "tree_depth", "tree_builder", "speculative_token_tree", "proposers"),
     }
     known = {*SpeculativeConfig.model_fields, *SpeculativeConfig.aliases}
