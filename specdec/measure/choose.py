@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec import method
+from specdec import method, rejection
 from specdec.checked import nearest
 from specdec.core import Proposer, Request, RequestStats
 from specdec.engine import Engine
@@ -98,8 +98,9 @@ def _check_methods(methods: Sequence[Any], checkpoints: Mapping[Any, Any], known
 
 
 def _resolve(name: str, settings: Settings, scheme: Settings) -> SpeculativePlan:
-    """The plan of a run. Plain decoding has no draft to verify, and so no scheme of its own."""
-    both = settings if name == PLAIN else scheme | settings
+    """The plan of a run. Plain decoding has no draft to verify, but it samples as the scheme does."""
+    takes_scheme = name != PLAIN or rejection.shares_noise(scheme.get("rejection_sample_method", "standard"))
+    both = scheme | settings if takes_scheme else settings
     try:
         plan = SpeculativeConfig.parse({key: value for key, value in both.items() if value is not None}).resolve()
         plan.check_processes(1)

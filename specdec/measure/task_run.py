@@ -35,7 +35,7 @@ def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
     engine = Engine(target, proposer, verifier, cache=cache, policy=policy, **cfg.engine)
     passes = [Pass(plan.method, engine, out_dir / "requests.jsonl")]
     if cfg.baseline and plan.method != method.PLAIN:
-        plain = Engine(target, method.build(method.PLAIN, target), rejection.build("standard"), cache=cache, **cfg.engine)
+        plain = Engine(target, method.build(method.PLAIN, target), rejection.of_plain(verifier), cache=cache, **cfg.engine)
         passes.insert(0, Pass(method.PLAIN, plain, out_dir / "baseline.jsonl"))
     for each in passes:
         tasks.prepare(each.engine, chosen, cfg.sampling)

@@ -335,9 +335,8 @@ class Adaptive:
         parent_BK = draft.parents()
         is_node_BK = np.arange(parent_BK.shape[1]) < draft.length_B.numpy()[:, None]
         is_accepted_BK = np.zeros_like(is_node_BK)
-        if path_BK is not None:
-            for b, count in enumerate(accepted_B):
-                is_accepted_BK[b, path_BK[b, :count]] = True
+        for b, count in enumerate(accepted_B):  # without a path the drafts were chains
+            is_accepted_BK[b, slice(count) if path_BK is None else path_BK[b, :count]] = True
         row_N, node_N = np.nonzero(is_node_BK)
         self._learn(row_N, node_N, is_accepted_BK[row_N, node_N], self.pre_draft)
         if self.post_draft is not None:

@@ -41,6 +41,11 @@ class Verifier:
         return self.verify(draft, p_BJV, u_BJ, **self.params)
 
 
+def of_plain(verifier: Verifier) -> Verifier:
+    """The scheme under which plain sampling draws the tokens that a scheme's output may be compared with."""
+    return verifier if verifier.shares_noise else build("standard")
+
+
 def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
@@ -76,6 +81,11 @@ def has_fixed_length(name: str) -> bool:
     return getattr(find(name), "fixed_length", False)
 
 
+def shares_noise(name: str) -> bool:
+    """Whether drafters draw with the uniforms of the target."""
+    return getattr(find(name), "shares_noise", False)
+
+
 def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier:
     """The scheme of that file name. Raises ValueError for an unknown name or parameters that the scheme refuses."""
     module = find(name)
@@ -86,5 +96,4 @@ def build(name: str, num_speculative_tokens: int = 0, **params: Any) -> Verifier
             if parameter.default is parameter.empty and key not in params:
                 raise ValueError(f"rejection_sample_method={name!r} needs {key}; give it")
         params = module.check(num_speculative_tokens, **params)
-    shares_noise = getattr(module, "shares_noise", False)
-    return Verifier(name, module.lossless, module.keyed_by, module.verify, params, shares_noise)
+    return Verifier(name, module.lossless, module.keyed_by, module.verify, params, shares_noise(name))

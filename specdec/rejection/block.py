@@ -94,7 +94,8 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         is_before_BK = is_rejected_BK & (parent_BK == place_B.unsqueeze(1) - 1)
         left_B = 1 - torch.where(is_before_BK, node_q_BK, 0.0).sum(1)
         q_B = node_q_BK[row_B, node_B] / left_B.clamp(min=torch.finfo(torch.float64).tiny)
-        entered_B = torch.where(q_B > 0, (ratio_B * left_BJV[row_B, place_B, token_B] / q_B).clamp(max=1.0), 0.0)
+        p_B = ratio_B * left_BJV[row_B, place_B, token_B]
+        entered_B = torch.where(q_B > 0, (p_B / q_B).clamp(max=1.0), (p_B > 0).double())
         ratio_BJ[row_B, node_B + 1] = torch.where(event_B > 0, entered_B, ratio_BJ[row_B, node_B + 1])
         # left: accepted, or what remains goes to its siblings and its parent
         leaves_B = (event_B < 0) & is_open_B

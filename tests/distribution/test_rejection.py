@@ -558,6 +558,12 @@ def test_build_refuses() -> None:
         build("block", 3, synthetic_acceptance_rates=[1, 1, 1])
 
 
+def test_plain_sampling_that_a_scheme_compares_with() -> None:
+    plain_of = {verifier.name: rejection.of_plain(verifier).name for verifier in verifiers()}
+    assert plain_of.pop("gumbel") == "gumbel"
+    assert set(plain_of.values()) == {"standard"}
+
+
 def test_what_the_schemes_say_of_themselves() -> None:
     assert rejection.names() == sorted(rejection.names())
     assert {*SCHEMES, "match", "synthetic"} <= set(rejection.names())

@@ -667,6 +667,16 @@ def test_every_node_may_have_a_distribution_of_its_own(name: str) -> None:
     torch.testing.assert_close(first_B.bincount(minlength=3) / rows, p_V.float(), atol=0.006, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["standard", "block"])
+def test_what_is_certain_is_accepted_whatever_q_is(name: str) -> None:
+    """At temperature 0, beside rows that are sampled: p and q are one-hot, and differ, and the second child is the target's."""
+    one_hot_V = sampling.one_hot(torch.tensor([1, 0]), 3)
+    draft = Draft(torch.tensor([[0, 1]]), torch.tensor([2]), one_hot_V[1].expand(1, 2, 3), torch.tensor([[-1, -1]]))
+    verdict = scheme(name, 2)(draft, one_hot_V[0].expand(1, 3, 3), torch.full((1, 3), 0.999, dtype=torch.float64))
+    assert verdict.path_BK is not None
+    assert (verdict.num_accepted_B.tolist(), verdict.path_BK[0, 0].item()) == ([1], 1)
+
+
 @pytest.mark.parametrize("name", [name for name in rejection.names() if name != "typical"])
 def test_the_second_of_two_equal_siblings_changes_nothing(name: str) -> None:
     """Of a deterministic tree; nor does what hangs on it. (Typical acceptance takes the longest path, through either.)"""
