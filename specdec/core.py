@@ -246,7 +246,7 @@ class RequestStats:
         """Tokens of each draft's longest path."""
         if not self.draft_parents:
             return self.drafted
-        return [int(tree.height(np.array([parents]), np.array([len(parents)]))[0]) for parents in self.draft_parents]
+        return [tree.height_of(parents) for parents in self.draft_parents]
 
     def histogram(self, width: int | None = None) -> np.ndarray:
         """[d, a] number of steps that drafted d tokens one after the other and accepted a of them; steps without a draft are in

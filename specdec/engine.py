@@ -348,6 +348,8 @@ class Engine:
         context = self._context(rows[drafting], length_B[drafting], max_depth_B[drafting])
         draft = self.proposer.propose(context)
         self._check_size(draft, context)
+        if draft.parent_BK is not None:  # read from the device once
+            draft = replace(draft, parent_BK=torch.from_numpy(draft.parents()))
         draft = self._agreed(draft).scatter_rows(drafting, len(rows))
         drafted_B = draft.length_B.numpy()
         state.num_accepted_prev_R[rows[drafting]] = 0  # of this draft, until the verdict says otherwise
@@ -596,8 +598,9 @@ class Engine:
         state = self.state
         position_J = np.arange(draft.token_BK.shape[1] + 1)
         if self.verifier.keyed_by == "position":
-            # nodes of one depth stand at one position; the last committed token is before all
-            depth_BJ = np.pad(tree.depths(draft.parents()) + 1, ((0, 0), (1, 0)))
+            depth_BJ = position_J
+            if draft.parent_BK is not None:  # nodes of one depth stand at one position; the last committed token is before all
+                depth_BJ = np.pad(tree.depths(draft.parents()) + 1, ((0, 0), (1, 0)))
             index = state.num_output(rows)[:, None] + depth_BJ
             column = np.array(BONUS_COLUMN)
         else:

@@ -23,7 +23,7 @@ from specdec.core import Context, Draft
 from specdec.drafter import unroll
 from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
-from specdec.drafter.tree import Level, TreePlan
+from specdec.drafter.tree import Level
 from specdec.model.attention import Attention, SlotAttention
 from specdec.model.kv import CAUSAL, ForwardBatch, SlotCache, pack_ragged
 from specdec.model.target import CausalLM
@@ -200,7 +200,7 @@ class AutoregressiveDrafter(Drafter):
             return Draft.empty(len(context.rows), context.last_token_B.device)
         start_B, count_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
         if self.tree is not None:
-            return self._propose_tree(self.tree, context, draft_B, start_B, count_B, token_N, hidden_ND)
+            return self._propose_tree(context, draft_B, start_B, count_B, token_N, hidden_ND)
         sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             last_N = (np.cumsum(count_B) - 1).clip(0)
@@ -215,7 +215,6 @@ class AutoregressiveDrafter(Drafter):
 
     def _propose_tree(
         self,
-        plan: TreePlan,
         context: Context,
         draft_B: np.ndarray,
         start_B: np.ndarray,
@@ -240,7 +239,7 @@ class AutoregressiveDrafter(Drafter):
             count_before_B = level.count_B
             return self.draft_logits(state_ND)
 
-        return self.grower(plan, context, draft_B).grow(self.draft_logits(state_ND), expand)
+        return self.grower(context, draft_B).grow(self.draft_logits(state_ND), expand)
 
     def pending_pairs(self, context: Context, draft_B: np.ndarray) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
         """A pair for every token that was committed since the last call, of the rows that draft: position of each row's first

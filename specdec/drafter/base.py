@@ -21,7 +21,6 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
 from specdec.drafter.trainable import UnrolledDrafter
-from specdec.drafter.tree import Grower, TreePlan
 from specdec.model import fused, packed_linear
 from specdec.model.target import CausalLM
 
@@ -265,10 +264,6 @@ class Drafter(StatelessProposer, UnrolledDrafter):
 
     def draft_sampler(self, context: Context) -> DraftSampler:
         return DraftSampler(context, self.probabilistic, self.to_target_vocab)
-
-    def grower(self, plan: TreePlan, context: Context, draft_B: np.ndarray) -> Grower:
-        """draft_B: most nodes of a path of each row."""
-        return Grower(plan, context, draft_B, self.probabilistic, self.to_target_vocab)
 
     def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. Pair i has position i, and the last of K draft tokens needs pair length + K - 3."""

@@ -27,7 +27,7 @@ from specdec.core import Context, Draft
 from specdec.drafter import losses, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import UnrolledDrafter
-from specdec.drafter.tree import Grower, Level, TreePlan
+from specdec.drafter.tree import Level
 
 
 class BlockObjective(Checked):
@@ -103,7 +103,7 @@ class BlockDrafter(UnrolledDrafter):
             return Draft.empty(len(context.rows), context.last_token_B.device)
         logits_NV, layout = self.block_logits(context, draft_B)
         if self.tree is not None:
-            return self._tree_of(self.tree, context, draft_B, logits_NV)
+            return self._tree_of(context, draft_B, logits_NV)
         row_N = torch.from_numpy(layout.draft_row_N).to(logits_NV.device, non_blocking=True)
         position_N = torch.from_numpy(layout.draft_position_N).to(logits_NV.device, non_blocking=True)
         temperature_N = context.temperature_B[row_N]
@@ -131,7 +131,7 @@ class BlockDrafter(UnrolledDrafter):
             finite_BK=padded(sampling.finite(max_logit_N), fill=True),
         )
 
-    def _tree_of(self, plan: TreePlan, context: Context, draft_B: np.ndarray, logits_NV: Tensor) -> Draft:
+    def _tree_of(self, context: Context, draft_B: np.ndarray, logits_NV: Tensor) -> Draft:
         """Whatever a node is, what follows it depends on its depth alone."""
         first_B = np.cumsum(draft_B) - draft_B
 
@@ -139,8 +139,7 @@ class BlockDrafter(UnrolledDrafter):
             return logits_NV[self._index(first_B[level.row_N] + level.depth + 1)]
 
         first_NV = logits_NV[self._index(first_B.clip(max=len(logits_NV) - 1))]
-        grower = Grower(plan, context, draft_B, self.probabilistic, self.to_target_vocab)
-        return grower.grow(first_NV, logits_of)
+        return self.grower(context, draft_B).grow(first_NV, logits_of)
 
     def limit_drafts(self, num_depths: int | None, name: str) -> None:
         """Drafts are not longer than those that the drafter was trained for; None: not known. Raises ValueError."""

@@ -19,7 +19,7 @@ from specdec.core import Context, MethodFacts
 from specdec.drafter import losses, tree, unroll
 from specdec.drafter.batch import Batch
 from specdec.drafter.losses import LossSums, RowSums, Teacher
-from specdec.drafter.tree import TreePlan
+from specdec.drafter.tree import Grower, TreePlan
 from specdec.model.target import CausalLM
 
 
@@ -146,6 +146,11 @@ class UnrolledDrafter(nn.Module):
         if self.tree is None:
             return context.max_draft_B
         return np.minimum(context.path_limit(), self.tree.depth)
+
+    def grower(self, context: Context, draft_B: np.ndarray) -> Grower:
+        """What grows the trees of a step. draft_B: most nodes of a path of each row."""
+        assert self.tree is not None
+        return Grower(self.tree, context, draft_B, self.probabilistic, self.to_target_vocab)
 
     def draft_up_to(self, num_tokens: int) -> None:
         """Draft that many tokens from now on, or as many as the checkpoint allows."""

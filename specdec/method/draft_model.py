@@ -31,7 +31,7 @@ from specdec.drafter import block, losses, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import OneStepObjective, UnrolledDrafter
-from specdec.drafter.tree import Grower, Level, TreePlan
+from specdec.drafter.tree import Level
 from specdec.model.contract import decoder_of
 from specdec.model.distributed import SINGLE
 from specdec.model.kv import CAUSAL, pack_ragged
@@ -207,7 +207,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         count_B = np.array([len(tokens) for tokens in uncached])
         token_N = torch.from_numpy(np.concatenate(uncached)).to(context.last_token_B.device, non_blocking=True)
         if self.tree is not None:
-            return self._propose_tree(self.tree, context, draft_B, token_N, start_B, count_B)
+            return self._propose_tree(context, draft_B, token_N, start_B, count_B)
         sampler = DraftSampler(context, self.probabilistic, self.to_target_vocab)
         for k in range(int(draft_B.max())):
             # the logits of a row without tokens are not read
@@ -221,7 +221,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
         return sampler.draft(draft_B)
 
     def _propose_tree(
-        self, plan: TreePlan, context: Context, draft_B: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray
+        self, context: Context, draft_B: np.ndarray, token_N: Tensor, start_B: np.ndarray, count_B: np.ndarray
     ) -> Draft:
         """Nodes that are accepted are processed again, as committed tokens."""
         last_N = (np.cumsum(count_B) - 1).clip(0)
@@ -234,7 +234,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
 
         for b in np.flatnonzero(draft_B):
             self.cached_R[context.rows[b]] = int(context.length_B[b]), 0
-        return Grower(plan, context, draft_B, self.probabilistic, self.to_target_vocab).grow(logits_BV, expand)
+        return self.grower(context, draft_B).grow(logits_BV, expand)
 
     def draft_lengths(self, context: Context) -> np.ndarray:
         """[B] how many tokens to draft. The drafter sees length + K - 1 tokens at most; a row at the end of its context drafts

@@ -176,12 +176,11 @@ class Hybrid(StatelessProposer):
         drafts: list[tuple[int, np.ndarray, Draft]] = []
         remaining = np.flatnonzero(context.max_draft_B > 0)
         for place, component in enumerate(self.components):
-            grafts = self.grafts and component.proposer is self.cost_proposer
-            if not len(remaining) and not grafts:
-                continue
-            if grafts:
+            if self.grafts and component.proposer is self.cost_proposer:
                 drafts = self._grafted(context, drafts, component, place)
                 remaining = np.setdiff1d(remaining, drafts[0][1])
+                continue
+            if not len(remaining):
                 continue
             draft = component.draft(context, remaining)
             has_draft = draft.length_B.numpy() > 0

@@ -154,7 +154,7 @@ class Medusa(Drafter):
         state_BD = self.last_state(torch.cat([states[-1:, -1] for states in context.hidden]))
         logits = self.marginals(state_BD, int(draft_B.max()))
         if self.tree is not None:
-            grower = self.grower(self.tree, context, draft_B)
+            grower = self.grower(context, draft_B)
             return grower.grow(logits[0], lambda level: logits[level.depth + 1][self._index(level.row_N)])
         sampler = self.draft_sampler(context)
         for logits_BV in logits:

@@ -23,7 +23,7 @@ from specdec.core import Context, Draft, MethodFacts
 from specdec.drafter import losses, unroll
 from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
-from specdec.drafter.tree import Level, TreePlan
+from specdec.drafter.tree import Level
 from specdec.model.target import CausalLM
 
 EPS = 1e-6
@@ -175,14 +175,14 @@ class MLP(Drafter):
         state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
         token_B = context.last_token_B
         if self.tree is not None:
-            return self._propose_tree(self.tree, context, draft_B, self.step(0, state_BD, token_B))
+            return self._propose_tree(context, draft_B, self.step(0, state_BD, token_B))
         sampler = self.draft_sampler(context)
         for k in range(int(draft_B.max())):
             state_BD = self.step(k, state_BD, token_B)
             token_B = sampler.sample(self.head_logits(k, state_BD))
         return sampler.draft(draft_B)
 
-    def _propose_tree(self, plan: TreePlan, context: Context, draft_B: np.ndarray, state_BD: Tensor) -> Draft:
+    def _propose_tree(self, context: Context, draft_B: np.ndarray, state_BD: Tensor) -> Draft:
         state_ND = state_BD
         count_B = np.ones_like(draft_B)
 
@@ -193,7 +193,7 @@ class MLP(Drafter):
             count_B = level.count_B
             return self.head_logits(level.depth + 1, state_ND)
 
-        return self.grower(plan, context, draft_B).grow(self.head_logits(0, state_BD), expand)
+        return self.grower(context, draft_B).grow(self.head_logits(0, state_BD), expand)
 
     def num_steps(self, progress: float) -> int:
         return self.num_heads

@@ -79,7 +79,6 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     row_B = torch.arange(len(parent_BK), device=device)
     token_BK = tokens(draft, p_BJV)
     left_BJV = p_BJV.double().clone()
-    taken_BJV = torch.zeros_like(left_BJV, dtype=torch.bool)
     ratio_BJ = torch.ones_like(u_BJ)
     is_rejected_BK = torch.zeros_like(parent_BK, dtype=torch.bool)
     last_B = torch.full_like(row_B, -1)
@@ -106,14 +105,14 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
         is_rejected_BK[row_B, node_B] |= reject_B
         if standard.is_known_empty(reject_B):
             continue
-        q_BV = without(draft.q_BKV[row_B, node_B], taken_BJV[row_B, place_B])
+        taken_BV = standard.has_token(token_BK, is_before_BK, p_BJV.shape[2])
+        q_BV = without(draft.q_BKV[row_B, node_B], taken_BV)
         left_BV = left_BJV[row_B, place_B]
         rest_BV = (ratio_B.unsqueeze(1) * left_BV - q_BV).clamp(min=0)
         mass_B = rest_BV.sum(1)
         total_B = mass_B + 1 - ratio_B
         left_BJV[row_B, place_B] = torch.where(reject_B.unsqueeze(1), standard.normalised(rest_BV, left_BV), left_BV)
         ratio_BJ[row_B, place_B] = torch.where(reject_B, torch.where(total_B > 0, mass_B / total_B, 1.0), ratio_B)
-        taken_BJV[row_B, place_B, token_B] |= reject_B
     num_accepted_B, path_BK = tree.path_to(parent_BK, last_B)
     return Verdict(num_accepted_B, inverse_cdf(left_BJV[row_B, last_B + 1], u_BJ[:, -1]), path_BK)
 

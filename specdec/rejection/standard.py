@@ -119,8 +119,7 @@ def verdict_of_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, accept_BK: Tensor
     num_accepted_B, last_B, path_BK = tree.walk(parent_BK, accept_BK)
     p_BV = p_BJV[torch.arange(len(last_B), device=last_B.device), last_B + 1].double()
     is_rejected_BK = judged_BK & (parent_BK == last_B.unsqueeze(1))
-    num_rejected_BV = torch.zeros_like(p_BV).scatter_add(1, tokens(draft, p_BJV), is_rejected_BK.double())
-    left_BV = p_BV.masked_fill(num_rejected_BV > 0, 0.0)
+    left_BV = p_BV.masked_fill(has_token(tokens(draft, p_BJV), is_rejected_BK, p_BV.shape[1]), 0.0)
     left_BV = torch.where(left_BV.sum(1, keepdim=True) > 0, left_BV, p_BV)
     return Verdict(num_accepted_B, inverse_cdf(left_BV, u_BJ[:, -1]), path_BK)
 
@@ -133,24 +132,30 @@ def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor) -> Verdict:
     is_drafted_BK = is_drafted(draft, p_BJV)
     at_B = parent_BK.new_full(parent_BK.shape[:1], -1)
     left_BV = p_BJV[:, 0].double()
-    taken_BV = torch.zeros_like(left_BV, dtype=torch.bool)  # tokens of the children that were rejected
     accept_BK = torch.zeros_like(is_drafted_BK)
     for k in range(parent_BK.shape[1]):
-        is_here_B = is_drafted_BK[:, k] & (parent_BK[:, k] == at_B)
+        is_child_BK = is_drafted_BK & (parent_BK == at_B.unsqueeze(1))
+        is_here_B = is_child_BK[:, k]
         if is_known_empty(is_here_B):
             continue
         token_B1 = token_BK[:, k : k + 1]
+        taken_BV = has_token(token_BK[:, :k], is_child_BK[:, :k], left_BV.shape[1])  # those before it were rejected
         q_BV = without(draft.q_BKV[:, k], taken_BV)
         accept_B = is_here_B & (u_BJ[:, k] * q_BV.gather(1, token_B1).squeeze(1) < left_BV.gather(1, token_B1).squeeze(1))
         is_rejected_B1 = (is_here_B & ~accept_B).unsqueeze(1)
         accept_B1 = accept_B.unsqueeze(1)
         left_BV = torch.where(is_rejected_B1, normalised((left_BV - q_BV).clamp(min=0), left_BV), left_BV)
         left_BV = torch.where(accept_B1, p_BJV[:, k + 1].double(), left_BV)
-        taken_BV = (taken_BV | torch.zeros_like(taken_BV).scatter(1, token_B1, is_rejected_B1)) & ~accept_B1
         at_B = torch.where(accept_B, k, at_B)
         accept_BK[:, k] = accept_B
     num_accepted_B, _, path_BK = tree.walk(parent_BK, accept_BK)
     return Verdict(num_accepted_B, inverse_cdf(left_BV, u_BJ[:, -1]), path_BK)
+
+
+def has_token(token_BK: Tensor, which_BK: Tensor, vocab_size: int) -> Tensor:
+    """[B, V] whether one of these nodes has the token."""
+    count_BV = torch.zeros(len(token_BK), vocab_size, device=token_BK.device)
+    return count_BV.scatter_add(1, token_BK, which_BK.to(count_BV)) > 0
 
 
 def is_known_empty(which_B: Tensor) -> bool:

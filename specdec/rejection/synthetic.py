@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec import tree
 from specdec.core import Draft, Verdict
-from specdec.rejection.standard import is_drafted, parents, verdict_of, verdict_of_tree
+from specdec.rejection.standard import is_drafted, verdict_of, verdict_of_tree
 
 lossless = False
 keyed_by = "step"
@@ -86,7 +86,6 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates
 
 def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, rate_K: Tensor) -> Verdict:
     depth_BK = torch.from_numpy(tree.depths(draft.parents())).to(p_BJV.device)
-    parent_BK = parents(draft, p_BJV)
-    is_first_BK = ~(parent_BK.unsqueeze(2) == parent_BK.unsqueeze(1)).tril(-1).any(2)
+    is_first_BK = torch.from_numpy(tree.is_first_child(draft.parents())).to(p_BJV.device)
     judged_BK = is_drafted(draft, p_BJV) & is_first_BK
     return verdict_of_tree(draft, p_BJV, u_BJ, judged_BK & (u_BJ[:, : len(rate_K)] < rate_K[depth_BK]), judged_BK)

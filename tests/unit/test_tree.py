@@ -31,6 +31,7 @@ def test_depths_and_paths() -> None:
     assert tree.depths(parent_BK).tolist() == [DEPTH_K, list(range(7))]
     assert tree.height(parent_BK, np.array([7, 3])).tolist() == [4, 3]
     assert tree.height(parent_BK, np.array([0, 0])).tolist() == [0, 0]
+    assert [tree.height_of(PARENT_K[:n]) for n in range(8)] == tree.height(parent_BK[[0] * 8], np.arange(8)).tolist()
     assert tree.is_first_child(parent_BK)[0].tolist() == [True, False, True, False, True, True, True]
     on_path_BKK = tree.on_path(parent_BK)
     for node in range(7):
