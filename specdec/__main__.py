@@ -12,6 +12,7 @@ import io
 import os
 import runpy
 import sys
+import textwrap
 from pathlib import Path
 
 from specdec import __version__, script
@@ -65,7 +66,8 @@ def chosen(words: list[str]) -> tuple[Path, list[str]]:
         return scripts[rest[0]], rest[1:]
     scripts = scripts_of("train") | scripts_of("eval")
     if first not in scripts:
-        raise ValueError(f"specdec {first}: no such command; {nearest(first, [*scripts, 'train'])}")
+        hint = f"eval/run.py is `specdec {EVAL}`" if first == "run" else nearest(first, [*scripts, "train"])
+        raise ValueError(f"specdec {first}: no such command; {hint}")
     return scripts[first], rest
 
 
@@ -98,14 +100,17 @@ def usage() -> str:
     """All commands, with the first sentence of each script."""
     lines = ["specdec COMMAND [key=value ...]", ""]
     for room, prefix in (("eval", ""), ("train", "train ")):
-        lines += [f"  {prefix + name:20} {first_sentence(path)}" for name, path in sorted(scripts_of(room).items())]
+        for name, path in sorted(scripts_of(room).items()):
+            lines += textwrap.wrap(
+                first_sentence(path), 79, initial_indent=f"  {prefix + name:20} ", subsequent_indent=" " * 23
+            )
     return "\n".join([*lines, "", "specdec COMMAND --help lists its keys; docs: README.md"])
 
 
 def first_sentence(path: Path) -> str:
-    """Of a script's docstring, cut to a line."""
+    """Of a script's docstring."""
     text = " ".join(path.read_text().split('"""')[1].split("\n\n")[0].split())
-    return text.split(". ")[0].split(": ")[0].rstrip(".")[:56]
+    return text.split(". ")[0].split("? ")[0].split(": ")[0].rstrip(".")
 
 
 if __name__ == "__main__":

@@ -88,8 +88,12 @@ class Draft:
         return np.where(is_node_BK, self.parent_BK.cpu().numpy(), -1)
 
     def check_tree(self, source: str) -> None:
-        """Raise ValueError, one line, if a node's parent is not before it. source: what made the draft."""
+        """Raise ValueError, one line, if `parent_BK` is not int64 [B, K], or a parent is not before its child. source: what
+        made the draft."""
         if self.parent_BK is not None:
+            kind = f"{self.parent_BK.dtype} {list(self.parent_BK.shape)}"
+            if kind != (right := f"torch.int64 {list(self.token_BK.shape)}"):
+                raise ValueError(f"{source}: parent_BK is {kind}; it must be {right}, as token_BK")
             parent_BK = self.parents()
             place_K = np.arange(parent_BK.shape[1])
             is_wrong_BK = ((parent_BK < -1) | (parent_BK >= place_K)) & (place_K < self.length_B.numpy()[:, None])
@@ -247,6 +251,14 @@ class RequestStats:
         if not self.draft_parents:
             return self.drafted
         return [tree.height_of(parents) for parents in self.draft_parents]
+
+    def ends_at_leaf(self, width: int) -> np.ndarray:
+        """[i] number of drafts with i accepted tokens, the last of them without children, that are deeper elsewhere."""
+        count = np.zeros(width, dtype=np.int64)
+        for parents, nodes, depth in zip(self.draft_parents, self.accepted_nodes, self.depths, strict=False):
+            if 0 < len(nodes) < depth and nodes[-1] not in parents:
+                count[len(nodes)] += 1
+        return count
 
     def histogram(self, width: int | None = None) -> np.ndarray:
         """[d, a] number of steps that drafted d tokens one after the other and accepted a of them; steps without a draft are in

@@ -1,7 +1,8 @@
 """How a script ends: with one line, whatever happened, and an exit code.
 
-Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C (SIGINT), 143 by SIGTERM. SPECDEC_DEBUG=1 shows the traceback too. No
-large package is imported here, so that Ctrl-C while torch is being imported ends in one line too.
+Exit codes: 0 done; 1 an error; 130 stopped by Ctrl-C (SIGINT), 143 by SIGTERM, 141 nobody reads the output (SIGPIPE).
+SPECDEC_DEBUG=1 shows the traceback too. No large package is imported here, so that Ctrl-C while torch is being imported ends in
+one line too.
 """
 
 from __future__ import annotations
@@ -100,9 +101,13 @@ def one_line() -> Iterator[None]:
                 handlers[number] = signal.signal(number, _stop)
     try:
         yield
+        sys.stdout.flush()
     except KeyboardInterrupt as error:
         handlers = {}
         _end_interrupted(exit_code(error))
+    except BrokenPipeError:  # whoever reads the output has seen enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         if _signal is not None:  # a library may turn the interrupt into an error of its own
             handlers = {}

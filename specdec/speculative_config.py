@@ -127,7 +127,8 @@ class SpeculativeConfig(SchemeSettings, Checked):
             try:
                 config = parse_json(config, "speculative_config")
             except ValueError as error:
-                raise ValueError(f"{error}: {short_repr(config)}") from None
+                example = '{"method": "ngram", "num_speculative_tokens": 5}'
+                raise ValueError(f"{error}: {short_repr(config)}; give an object, such as {example}") from None
         if config is None:
             return cls(method=method.PLAIN)
         if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):

@@ -112,9 +112,8 @@ def plan(
         depth = min(tree_depth or min(DEPTH, max_depth or DEPTH), num_speculative_tokens)
         shape = []
     if max_depth is not None and depth > max_depth:
-        raise ValueError(
-            f"the tree is {depth} deep, and this drafter drafts {max_depth} tokens; lower tree_depth to {max_depth}"
-        )
+        fix = f"lower tree_depth to {max_depth}" if not shape else f"leave out paths of more than {max_depth} ranks"
+        raise ValueError(f"the tree is {depth} deep, and this drafter drafts {max_depth} tokens; {fix}")
     if shape or is_sampled or tree_builder == "static":
         if is_sampled and tree_builder not in (None, "static"):
             raise ValueError(

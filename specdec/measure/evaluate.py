@@ -15,6 +15,7 @@ from specdec.measure.report import run as run_report
 from specdec.measure.tasks import Task
 from specdec.params import PLAIN, SamplingParams
 from specdec.policy import profiling
+from specdec.rejection import synthetic
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,14 @@ def notes(engine: Engine, summary: dict[str, Any]) -> list[str]:
         lines.append(run_report.busy_note(summary["busy"], overall["speedup_cpu"] if timed_on_cpu(engine) else None))
     if engine.verifier.name == "block" and not engine.proposer.needs_uniforms:
         lines.append("note: these drafts are deterministic, for which block verification equals standard; nothing is gained")
+    if engine.verifier.name == "synthetic" and overall["num_drafts"]:
+        rates = engine.verifier.params["synthetic_acceptance_rates"]
+        reached = synthetic.reached(rates, [sum(accepted) for accepted in overall["acceptance_histogram"]])
+        if 1 + sum(rates) - reached > 0.05:
+            lines.append(
+                f"note: drafts were too short for the acceptance that was asked for: mean length {1 + sum(rates):.2f}, "
+                f"with these drafts {reached:.2f}"
+            )
     if overall["num_draft_tokens"] and not overall["num_accepted_tokens"]:
         drafted = f"none of {overall['num_draft_tokens']} drafted tokens was accepted"
         hint = "" if engine.proposer.facts.train_script is None else "; was the drafter trained for this target?"

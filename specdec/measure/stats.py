@@ -23,14 +23,17 @@ from specdec.core import Request, RequestStats
 from specdec.params import PLAIN
 
 
-def acceptance_metrics(histogram: np.ndarray, num_emitted: int, num_draft_tokens: int | None = None) -> dict[str, Any]:
+def acceptance_metrics(
+    histogram: np.ndarray, num_emitted: int, num_draft_tokens: int | None = None, num_at_leaf_K: np.ndarray | None = None
+) -> dict[str, Any]:
     """Every acceptance number that follows from a histogram [draft length, accepted] and the emitted tokens. The length of a
     tree is that of its longest path, and its positions are depths.
 
     num_draft_tokens: of trees, their nodes; None: drafts are chains.
+    num_at_leaf_K: of trees, by i, how many had i tokens accepted, the last of them without children, and are deeper elsewhere.
 
     `acceptance_rate_per_position[i]` is unconditional: the share of all drafts whose token i was accepted;
-    `conditional_acceptance_per_position[i]`: the share of the drafts that have a token i and had the i before it accepted.
+    `conditional_acceptance_per_position[i]`: the share of the drafts that had i tokens accepted and a token after these.
     A rate of nothing is None.
     """
     drafts = histogram[1:]  # row 0 is of steps without a draft
@@ -42,6 +45,8 @@ def acceptance_metrics(histogram: np.ndarray, num_emitted: int, num_draft_tokens
     num_accepted = int((histogram.sum(0) * lengths).sum())
     num_accepted_K = [int(drafts[:, i + 1 :].sum()) for i in range(len(lengths) - 1)]
     num_reached_K = [int(histogram[i + 1 :, i:].sum()) for i in range(len(lengths) - 1)]
+    if num_at_leaf_K is not None:
+        num_reached_K = [reached - int(at_leaf) for reached, at_leaf in zip(num_reached_K, num_at_leaf_K, strict=True)]
     return {
         "num_steps": num_steps,
         "num_drafts": num_drafts,
@@ -154,7 +159,7 @@ class Totals:
 
 def request_metrics(stats: RequestStats) -> dict[str, Any]:
     """The derived numbers of one request."""
-    metrics = acceptance_metrics(stats.histogram(), sum(stats.emitted), sum(stats.drafted)) | tree_metrics([stats])
+    metrics = _counted([stats])
     metrics["num_output_tokens"] = metrics["num_emitted_tokens"] + 1
     metrics["decode_tokens_per_s"] = sum(stats.emitted) / stats.decode_s if stats.decode_s > 0 else None
     return metrics
@@ -162,14 +167,19 @@ def request_metrics(stats: RequestStats) -> dict[str, Any]:
 
 def pool(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
     """Token-weighted numbers of many requests, as if they were one."""
-    width = max((max(stats.depths, default=0) for stats in all_stats), default=0) + 1
-    histogram = sum((stats.histogram(width) for stats in all_stats), np.zeros((width, width), dtype=np.int64))
-    num_draft_tokens = sum(sum(stats.drafted) for stats in all_stats)
-    metrics = acceptance_metrics(histogram, sum(sum(stats.emitted) for stats in all_stats), num_draft_tokens)
-    metrics |= tree_metrics(all_stats)
+    metrics = _counted(all_stats)
     metrics["num_requests"] = len(all_stats)
     metrics["num_output_tokens"] = metrics["num_emitted_tokens"] + len(all_stats)
     return metrics
+
+
+def _counted(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
+    width = max((max(stats.depths, default=0) for stats in all_stats), default=0) + 1
+    histogram = sum((stats.histogram(width) for stats in all_stats), np.zeros((width, width), dtype=np.int64))
+    num_at_leaf_K = sum((stats.ends_at_leaf(width - 1) for stats in all_stats), np.zeros(width - 1, dtype=np.int64))
+    num_emitted = sum(sum(stats.emitted) for stats in all_stats)
+    num_draft_tokens = sum(sum(stats.drafted) for stats in all_stats)
+    return acceptance_metrics(histogram, num_emitted, num_draft_tokens, num_at_leaf_K) | tree_metrics(all_stats)
 
 
 def tree_metrics(all_stats: Sequence[RequestStats]) -> dict[str, Any]:
@@ -213,8 +223,7 @@ def by_proposer(all_stats: Sequence[RequestStats]) -> dict[str, dict[str, Any]]:
             component.accepted_nodes += stats.accepted_nodes[step : step + 1]
     total = sum(sum(component.emitted) for component in components.values())
     return {
-        name: acceptance_metrics(component.histogram(), sum(component.emitted), sum(component.drafted))
-        | {"output_share": sum(component.emitted) / total if total else None}
+        name: _counted([component]) | {"output_share": sum(component.emitted) / total if total else None}
         for name, component in components.items()
     }
 
@@ -275,7 +284,8 @@ def survival(
     all_stats: Sequence[RequestStats], budgets: Sequence[int], num_speculative_tokens: int
 ) -> tuple[list[float], list[float], int]:
     """Of steps whose draft nothing cut short: P(the step has i draft tokens and all are accepted), P(it has i draft tokens),
-    for i = 1 .. K, and the number of such steps.
+    for i = 1 .. K, and the number of such steps. Of trees: P(it has i nodes and the i-th is accepted). Their nodes are ordered
+    so that the first n are the tree of n nodes, so that in both cases 1 + the sum up to n is the tokens per step of n.
 
     A step whose drafter found no draft counts, with 0 tokens. Steps whose draft the request's end or a policy cut are left out.
 
@@ -283,24 +293,26 @@ def survival(
     budgets: tokens that each request may emit.
     num_speculative_tokens: K.
     """
-    drafted_N: list[int] = []
-    accepted_N: list[int] = []
+    num_accepted_K = np.zeros(num_speculative_tokens, dtype=np.int64)
+    num_drafted_K = np.zeros(num_speculative_tokens, dtype=np.int64)
+    num_steps = 0
+    has_trees = any(stats.draft_parents for stats in all_stats)
+    longest = max((max(stats.depths, default=0) for stats in all_stats), default=0) if has_trees else num_speculative_tokens
     for stats, budget in zip(all_stats, budgets, strict=True):
         left = budget - 1
-        steps = zip(stats.drafted, stats.accepted, stats.emitted, stats.trimmed, strict=True)
-        for drafted, accepted, emitted, pruned in steps:
+        nodes_of_steps = stats.accepted_nodes or [range(accepted) for accepted in stats.accepted]
+        steps = zip(stats.drafted, nodes_of_steps, stats.emitted, stats.trimmed, strict=True)
+        for drafted, nodes, emitted, pruned in steps:
             # a token beyond a stop is not counted as accepted, which does not mean that the drafter was wrong
-            stopped = emitted <= accepted
-            if left - 1 >= num_speculative_tokens and not pruned and not stopped:
-                drafted_N.append(drafted)
-                accepted_N.append(accepted)
+            stopped = emitted <= len(nodes)
+            if left - 1 >= longest and not pruned and not stopped:
+                num_accepted_K[list(nodes)] += 1
+                num_drafted_K[:drafted] += 1
+                num_steps += 1
             left -= emitted
-    if not drafted_N:
+    if not num_steps:
         return [], [], 0
-    position_K = np.arange(1, num_speculative_tokens + 1)
-    survival_K = (np.array(accepted_N)[:, None] >= position_K).mean(0)
-    draft_share_K = (np.array(drafted_N)[:, None] >= position_K).mean(0)
-    return survival_K.tolist(), draft_share_K.tolist(), len(drafted_N)
+    return (num_accepted_K / num_steps).tolist(), (num_drafted_K / num_steps).tolist(), num_steps
 
 
 def expected_tokens(survival: Sequence[float]) -> float:

@@ -232,6 +232,11 @@ class Hybrid(StatelessProposer):
                 if tree_draft.confidence_BKF is not None:
                     confidence_BKF[b, at] = tree_draft.confidence_BKF[b, torch.from_numpy(node_k[node_k >= 0])]
             draft.confidence_BKF = confidence_BKF
+        # where a lookup has nodes in it, both drafted
+        draft.proposer_B = [
+            self.component_names[place] if not (looked_up >= 0).any() else f"{name}+{self.component_names[place]}"
+            for (_, _, looked_up, _), name in zip(trees, lookup.proposer_B or [], strict=True)
+        ]
         has_draft = draft.length_B.numpy() > 0
         return [(place, rows[has_draft], draft.select_rows(np.flatnonzero(has_draft)))]
 
@@ -271,8 +276,8 @@ class Hybrid(StatelessProposer):
             length_B[row_b] = draft.length_B
             if self.components[place].proposer is self.cost_proposer:
                 num_model_drafted_B[row_b] = draft.length_B
-            for b in rows:
-                names[b] = self.component_names[place]
+            for b, name in zip(rows, draft.proposer_B or [self.component_names[place]] * len(rows), strict=True):
+                names[b] = name
             if q_BKV is not None:
                 one_hot_or_q = F.one_hot(draft.token_BK, self.vocab_size) if draft.q_BKV is None else draft.q_BKV
                 q_BKV[at_b, columns] = one_hot_or_q.to(q_BKV)

@@ -120,6 +120,7 @@ def identity(target: CausalLM, proposer: Proposer) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
         "method": type(proposer).__module__.rpartition(".")[2],
+        "drafts": "trees" if proposer.drafts_trees else "chains",
     }
 
 
@@ -127,7 +128,9 @@ def check_fits(table: CostTable, target: CausalLM, proposer: Proposer) -> None:
     """Raise ValueError if the table was measured with another target, dtype, device or method."""
     for key, here in identity(target, proposer).items():
         if (there := table.about.get(key, here)) != here:
-            raise ValueError(f"the cost table is of {key} {there!r}, and this is {here!r}; make one with eval/profile_cost.py")
+            raise ValueError(
+                f"the cost table is of {key}={there}, and here it is {here}; make one for this with eval/profile_cost.py"
+            )
 
 
 def interpolate(x: Any, known: Sequence[float], values: Any) -> Any:

@@ -2,12 +2,14 @@
 
 `synthetic_acceptance_rates[i]` is P(draft tokens 0..i are accepted), so the rates do not rise; token i is accepted with the
 conditional rate r_i / r_{i-1}, whatever the target's probabilities are, at temperature 0 too. The extra token is the residual
-sample of `standard`, which at temperature 0 is the target's argmax. Of a tree, the first child of a node is accepted with the
-rate of its depth, and the others are not: the rates are those of a chain. The extra token is not that child, whatever q was.
+sample of `standard`, which at temperature 0 is the target's argmax. Of a tree, the nodes of its longest path (the first of
+several) are accepted with the rate of their depth, and the others are not: the rates are those of a chain. The extra token is
+not the node that was rejected, whatever q was. Drafts that are shorter than the rates go lower them: `reached`.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +64,14 @@ def rates_of_length(length: float, num_speculative_tokens: int) -> list[float]:
     return [min(max(length - 1 - i, 0.0), 1.0) for i in range(num_speculative_tokens)]
 
 
+def reached(rates: list[float], drafts_of_length_D: list[int]) -> float:
+    """The mean acceptance length that drafts can have, at least one token long. drafts_of_length_D: how many there are of each
+    length, of trees their depth, from 0 on."""
+    num_drafts = sum(drafts_of_length_D[1:])
+    shares = [sum(drafts_of_length_D[i + 1 :]) / num_drafts for i in range(len(drafts_of_length_D) - 1)]
+    return 1 + sum(rate * share for rate, share in zip(rates, shares, strict=False))
+
+
 def conditional(rates: list[float]) -> list[float]:
     """P(token i is accepted, given that those before it are)."""
     before = [1.0, *rates[:-1]]
@@ -79,13 +89,17 @@ def verify(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, synthetic_acceptance_rates
     num_draft = p_BJV.shape[1] - 1
     rates = conditional(synthetic_acceptance_rates)[:num_draft]
     rate_K = torch.tensor(rates, dtype=torch.float64, device=p_BJV.device)
-    if draft.parent_BK is not None:
+    if draft.parent_BK is not None and num_draft:
         return _verify_tree(draft, p_BJV, u_BJ, rate_K)
     return verdict_of(draft, p_BJV, u_BJ, is_drafted(draft, p_BJV) & (u_BJ[:, :num_draft] < rate_K))
 
 
 def _verify_tree(draft: Draft, p_BJV: Tensor, u_BJ: Tensor, rate_K: Tensor) -> Verdict:
-    depth_BK = torch.from_numpy(tree.depths(draft.parents())).to(p_BJV.device)
-    is_first_BK = torch.from_numpy(tree.is_first_child(draft.parents())).to(p_BJV.device)
-    judged_BK = is_drafted(draft, p_BJV) & is_first_BK
-    return verdict_of_tree(draft, p_BJV, u_BJ, judged_BK & (u_BJ[:, : len(rate_K)] < rate_K[depth_BK]), judged_BK)
+    parent_BK = draft.parents()
+    depth_BK = tree.depths(parent_BK)
+    is_node_BK = np.arange(parent_BK.shape[1]) < draft.length_B.numpy()[:, None]
+    deepest_B = np.where(is_node_BK, depth_BK, -1).argmax(1)
+    is_on_path_BK = torch.from_numpy(tree.on_path(parent_BK)[np.arange(len(parent_BK)), deepest_B]).to(p_BJV.device)
+    judged_BK = is_drafted(draft, p_BJV) & is_on_path_BK
+    rate_BK = rate_K[torch.from_numpy(depth_BK).to(p_BJV.device)]
+    return verdict_of_tree(draft, p_BJV, u_BJ, judged_BK & (u_BJ[:, : len(rate_K)] < rate_BK), judged_BK)

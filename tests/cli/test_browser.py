@@ -89,6 +89,24 @@ def test_the_tokens_are_those_of_the_record(browser: Browser, report: Path, rows
     assert browser.run("document.querySelectorAll('.times rect.verify').length") == len(row["drafted"])
 
 
+def test_the_last_token_of_a_tree(browser: Browser, tmp_path: Path) -> None:
+    """Nodes 1 and 2 follow node 0, node 3 is beside it. After a leaf nothing was rejected, though more was drafted."""
+    [row] = example_rows(1, 10)
+    steps = [([0, 1], "bonus"), ([3], "bonus"), ([0], "recovered"), ([], "recovered")]
+    row["output_token_ids"] = row["output_token_ids"][: 1 + sum(len(nodes) + 1 for nodes, _ in steps)]
+    row["drafted"] = [4] * len(steps)
+    row["draft_token_ids"] = [[5, 6, 7, 8]] * len(steps)
+    row["draft_parents"] = [[-1, 0, 0, -1]] * len(steps)
+    row["accepted_nodes"] = [nodes for nodes, _ in steps]
+    row["accepted"] = [len(nodes) for nodes, _ in steps]
+    row["emitted"] = [len(nodes) + 1 for nodes, _ in steps]
+    for key in ("trimmed", "draft_s", "verify_s", "wall_s", "cpu_s", "batch_size"):
+        row[key] = [1] * len(steps)
+    browser.open(page.write_run(write_example_run(tmp_path / "run", [row]), example_texts([row])))
+    last = browser.run("[...document.querySelectorAll('.text .step')].map(s => s.lastElementChild.className)")
+    assert [name.split()[1] for name in last] == [kind for _, kind in steps]
+
+
 def test_a_step_shows_what_was_rejected(browser: Browser, report: Path, rows: list[dict[str, Any]]) -> None:
     row = rows[17]
     step = rejecting_step(row)

@@ -172,6 +172,8 @@ def test_without_a_baseline_there_is_no_speedup_to_speak_of(tmp_path: Path, cli:
     done = cli("run", *SMALL, *SELF, *warm, "baseline=false", f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     assert "lossless: yes, in distribution (standard)" in done.out
+    greedy = cli("run", *SMALL, *SELF, "baseline=false", f"out_dir={tmp_path / 'greedy'}")
+    assert "lossless: yes (standard); not compared with plain decoding" in greedy.out
     overall = json.loads((tmp_path / "run" / "summary.json").read_text())["overall"]
     assert overall["speedup"] is overall["efficiency"] is overall["baseline_tokens_per_s"] is None
     assert overall["speedup_model"] > 0
@@ -186,6 +188,15 @@ def test_a_lossy_scheme_says_so_everywhere(tmp_path: Path, cli: Cli) -> None:
     assert summary["lossless"] is False
     assert summary["lossless_said"].startswith("NO")
     assert not any(row["lossless"] for row in rows_of(tmp_path / "run" / "requests.jsonl"))
+
+
+def test_acceptance_that_was_asked_for_and_cannot_be_reached(tmp_path: Path, cli: Cli) -> None:
+    """Of a suffix tree of 16 nodes paths are 2 long."""
+    asked = ("method=suffix", "method.num_speculative_tokens=16", "method.tree_topk=4", "method.tree_depth=2")
+    scheme = ("rejection=synthetic", "rejection.synthetic_acceptance_length=4")
+    done = cli("run", *SMALL, *asked, *scheme, f"out_dir={tmp_path / 'run'}")
+    assert done.code == 0, done.err
+    assert "acceptance that was asked for: mean length 4.00" in done.out.replace("\n", " ")
 
 
 def test_block_with_greedy_drafts_says_that_nothing_is_gained(tmp_path: Path, cli: Cli) -> None:

@@ -43,13 +43,22 @@ def test_every_script_has_a_command() -> None:
     ("words", "words_of_error"),
     [
         ("evl", "did you mean 'eval'"),
-        ("run", "no such command"),
+        ("run", "eval/run.py is `specdec eval`"),
         ("train", "valid: bench, draft_model, eagle"),
         ("train eagel", "did you mean 'eagle'"),
     ],
 )
 def test_a_mistake_names_the_nearest(words: str, words_of_error: str, one_line: Callable[..., str]) -> None:
     one_line(lambda: command.chosen(words.split()), words_of_error)
+
+
+def test_output_that_nobody_reads_ends_without_a_word() -> None:
+    """As with `| head`, which has gone away."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "specdec", "--help"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -511,6 +511,12 @@ def test_synthetic_conditional_rates_are_those_of_vllm() -> None:
     assert close(synthetic.conditional([0.9, 0.0, 0.0]), [0.9, 0.0, 0.0])
 
 
+def test_synthetic_acceptance_that_drafts_allow() -> None:
+    """Two drafts of 1 token, one of 2 and one of 3; steps without a draft do not count."""
+    assert close(synthetic.reached([0.9, 0.5, 0.2], [7, 2, 1, 1]), 1 + 0.9 + 0.5 * 2 / 4 + 0.2 * 1 / 4)
+    assert close(synthetic.reached([1.0, 0.4], [0, 0, 5]), 2.4)
+
+
 def test_synthetic_rate_of_zero_refuses_a_uniform_of_zero() -> None:
     verify = build("synthetic", 2, synthetic_acceptance_rates=[1.0, 0.0])
     draft = one_draft([0, 0])

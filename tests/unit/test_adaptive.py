@@ -495,7 +495,11 @@ def test_a_file_may_hold_the_schedule(tmp_path: Path, target: CausalLM, one_line
 
 
 def test_a_table_of_something_else_is_refused(tmp_path: Path, target: CausalLM, one_line: Any) -> None:
-    for about, words in (({"target": "other"}, ["target 'other'", "'tiny'"]), ({"method": "eagle3"}, ["'eagle3'", "'ngram'"])):
+    for about, words in (
+        ({"target": "other"}, ["target=other", "here it is tiny"]),
+        ({"method": "eagle3"}, ["method=eagle3", "ngram"]),
+        ({"drafts": "trees"}, ["drafts=trees", "here it is chains"]),
+    ):
         CostTable(**{**vars(costs()), "about": about}).save(tmp_path / "cost.json")
         plan = SpeculativeConfig(**ngram("auto", cost_table=str(tmp_path / "cost.json"))).resolve()
         drafting, _ = plan.build(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -290,6 +291,20 @@ TREE = Draft(
 )
 P_BJV = torch.full((2, 4, 10), 0.1)
 U_BJ = torch.full((2, 4), 0.5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("parent_BK", "message"),
+    [
+        (torch.tensor([[-1, -1, 0], [-1, 0, 0]], dtype=torch.int32), r"torch.int32 \[2, 3\]; it must be torch.int64 \[2, 3\]"),
+        (torch.tensor([[-1, -1], [-1, 0]]), r"torch.int64 \[2, 2\]; it must be torch.int64 \[2, 3\]"),
+        (torch.tensor([[-1, 1, 0], [-1, 0, 0]]), "node 1 of row 0 has parent 1"),
+    ],
+)
+def test_parents_that_cannot_be(parent_BK: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^Mine.propose: .*{message}") as raised:
+        replace(TREE, parent_BK=parent_BK).check_tree("Mine.propose")
+    assert "\n" not in str(raised.value)
 
 
 class Fixed(StatelessProposer):

@@ -225,6 +225,46 @@ def test_metrics_where_nothing_was_drafted() -> None:
     assert got.per_step_drafted == got.per_step_accepted == []
 
 
+# --------------------------------------------------------------------------------------------------- trees
+
+# node 0 has the children 1 and 3, node 1 the child 4; node 2 is a leaf beside node 0
+PARENTS = [-1, 0, -1, 0, 1]
+
+
+def tree_request(*accepted_nodes: list[int], parents: list[int] = PARENTS) -> RequestStats:
+    request_stats = RequestStats()
+    for nodes in accepted_nodes:
+        request_stats.add(len(parents), len(nodes), len(nodes) + 1, 1.0, 2.0, 1, draft_parents=parents, accepted_nodes=nodes)
+    return request_stats
+
+
+def test_conditional_rates_of_trees_count_where_there_was_a_child() -> None:
+    """Of four trees three get to depth 1; one of them is at node 2, after which nothing was drafted. Of the two at depth 2 one
+    is at node 3, a leaf, while the tree is deeper elsewhere."""
+    got = stats.request_metrics(tree_request([], [2], [0, 3], [0, 1, 4]))
+    assert got["num_accepted_per_position"] == [3, 2, 1]
+    assert got["num_reached_per_position"] == [4, 2, 1]
+    assert got["conditional_acceptance_per_position"] == [3 / 4, 1.0, 1.0]
+    assert got["acceptance_rate_per_position"] == [3 / 4, 2 / 4, 1 / 4]
+
+
+def test_survival_of_a_tree_is_by_node() -> None:
+    """1 + the sum over the first n nodes is the tokens per step that trees of these n nodes would have had."""
+    accepted = ([], [2], [0, 3], [0, 1, 4])
+    survival_K, draft_share_K, num_steps = stats.survival([tree_request(*accepted)], [100], 5)
+    assert num_steps == 4
+    assert draft_share_K == [1.0] * 5
+    for num_nodes in range(1, 6):
+        within = [sum(node < num_nodes for node in nodes) for nodes in accepted]  # paths go through lower numbers first
+        assert stats.expected_tokens(survival_K[:num_nodes]) == 1 + sum(within) / 4
+
+
+def test_survival_of_trees_leaves_out_those_that_the_end_cut() -> None:
+    """They are 3 deep: with fewer than 3 tokens and the bonus token to come, a path may have been cut."""
+    *_, num_steps = stats.survival([tree_request([0, 1, 4], [0, 1, 4], [])], [10], 5)
+    assert num_steps == 2
+
+
 # ----------------------------------------------------------------------------------------- the cost model
 
 

@@ -122,8 +122,10 @@ def lossless_verdict(
     """
     if not verifier.lossless:
         return "NO", f"NO, {verifier.name} does not preserve the target's distribution"
-    if plain is None or not (greedy or verifier.keyed_by == "position"):
+    if not (greedy or verifier.keyed_by == "position"):
         return "in distribution", f"yes, in distribution ({verifier.name})"
+    if plain is None:
+        return "not compared", f"yes ({verifier.name}); not compared with plain decoding"
     num_equal = sum(answered[name] == plain[name] for name in answered)
     verdict = "yes" if num_equal == len(answered) else "NOT TOKEN FOR TOKEN"
     return f"{num_equal}/{len(answered)}", f"{verdict}, {num_equal} of {len(answered)} outputs equal plain decoding"
