@@ -56,7 +56,9 @@ def test_output_that_nobody_reads_ends_without_a_word() -> None:
     """As with `| head`, which has gone away."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([sys.executable, "-m", "specdec", "--help"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "--help"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -24,10 +24,12 @@ from specdec import method, rejection, sampling
 from specdec.core import Context, Draft, Proposer, Request, Verdict
 from specdec.params import SamplingParams
 from specdec.rejection import Verifier, block, match, standard
+from support.all_pairs import some_with_all
 from support.distributions import chi_square, emitted_distribution, num_accepted_distribution
 from support.stretches import LONG, PARAMS, STRETCH, TABLE, adverse, decode, drafts_of, misfit
 from support.table import (
     NUM_DRAFT,
+    OF_ALL_KINDS,
     FirstWriteWins,
     TableLM,
     TableProposer,
@@ -54,25 +56,12 @@ def plain(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, max_tokens=max_tokens)
 
 
-# Every method with every lossless scheme
-
-
-def of_every_method() -> list[Any]:
-    """In the long proof but for drafters that are cheap: every method under `match`, where test_engine.py holds its tokens
-    against plain decoding's, and greedy drafts under `block`, which does with them what `standard` does."""
-    cheap = ("none", "custom_class", "draft_model", "ngram")
-    return [
-        pytest.param(*case.values, name, id=f"{case.id}-{name}", marks=pytest.mark.prove if is_long else [])
-        for case in methods()
-        for name in schemes()
-        for is_long in [
-            case.values[0][0] not in cheap and (name == "match" or (name == "block" and case.id.startswith("greedy")))
-        ]
-    ]
+# Every method with every lossless scheme. What a method adds to a scheme are the distributions that it says it drew from, and
+# `standard` looks at these; under `match` and `gumbel` test_engine.py holds each method's tokens against plain decoding's.
 
 
 @TIMES
-@pytest.mark.parametrize(("case", "name"), of_every_method())
+@pytest.mark.parametrize(("case", "name"), some_with_all(methods(), schemes(), OF_ALL_KINDS))
 def test_joint_distribution(case: tuple[str, dict[str, Any]], name: str, times: int) -> None:
     requests = decode(TABLE, proposer(case, TABLE), scheme(name), num_requests=400 * times)
     assert misfit(TABLE, requests) < 1

@@ -1,4 +1,4 @@
-"""Parameters of a test along several axes, of which the ordinary run takes a covering set."""
+"""Parameters of a test along several axes, of which the ordinary run takes a part, and the long proof the rest."""
 
 from __future__ import annotations
 
@@ -26,8 +26,30 @@ def all_pairs(rows: Sequence[Any], columns: Sequence[Any], *others: Sequence[Any
     return [
         pytest.param(
             *(value for axis, i in zip(axes, place, strict=True) for value in axis[i].values),
-            id="-".join(str(axis[i].id or axis[i].values[0]) for axis, i in zip(axes, place, strict=True)),
+            id="-".join(name_of(axis[i]) for axis, i in zip(axes, place, strict=True)),
             marks=[] if place in chosen else pytest.mark.prove,
         )
         for place in itertools.product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def name_of(param: Any) -> str:
+    """The id of a pytest parameter, or its first value."""
+    return str(param.id or param.values[0])
+
+
+def some_with_all(rows: Sequence[Any], columns: Sequence[Any], some: Sequence[str]) -> list[Any]:
+    """pytest parameters (row, column). In the ordinary run every row comes with the first column, and some rows, by their ids,
+    with every column."""
+    rows, columns = ([value if hasattr(value, "marks") else pytest.param(value) for value in axis] for axis in (rows, columns))
+    assert set(some) <= {name_of(row) for row in rows}
+    return [
+        pytest.param(
+            *row.values,
+            *column.values,
+            id=f"{name_of(row)}-{name_of(column)}",
+            marks=[] if place == 0 or name_of(row) in some else pytest.mark.prove,
+        )
+        for row in rows
+        for place, column in enumerate(columns)
     ]

@@ -445,9 +445,18 @@ def methods() -> list[Any]:
     return cases
 
 
+# of `methods`: chains and trees, looked up and drafted, certain and drawn
+OF_ALL_KINDS = (
+    *("none", "table", "ngram", "suffix-trees", "greedy-noisy", "probabilistic-noisy", "greedy-trees-noisy"),
+    *("probabilistic-trees-noisy", "probabilistic-eagle3-fresh-reduced", "probabilistic-trees-eagle3"),
+)
+
+
 def schemes() -> list[str]:
-    """The lossless ones of everything in conf/rejection."""
-    names = [_yaml(path)[0] for path in sorted((CONF / "rejection").glob("*.yaml"))]
+    """The lossless ones of everything in conf/rejection, `standard` first."""
+    names = sorted(
+        (_yaml(path)[0] for path in (CONF / "rejection").glob("*.yaml")), key=lambda name: (name != "standard", name)
+    )
     return [name for name in names if importlib.import_module(f"specdec.rejection.{name}").lossless]
 
 

@@ -24,7 +24,7 @@ from specdec.policy import adaptive, cost_table, profiling
 from specdec.policy.adaptive import AcceptanceModel, Adaptive, Scheduled, causal_count, check_schedule, convex_hull
 from specdec.policy.cost_table import CostTable
 from specdec.speculative_config import SpeculativeConfig
-from support.all_pairs import all_pairs
+from support.all_pairs import all_pairs, some_with_all
 from support.decoding import TABLE, decode_reference, make, outputs, prompts
 from support.stretches import TABLE as SMALL
 from support.stretches import adverse, decode, drafts_of, misfit
@@ -81,8 +81,9 @@ def test_joint_distribution(case: Case) -> None:
     assert misfit(SMALL, requests) < 1
 
 
-@pytest.mark.parametrize("rejecting", ["standard", "block"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "rejecting"), some_with_all(list(POLICIES), ["standard", "block"], ["restless", "prunes", "both"])
+)
 def test_joint_distribution_of_an_adverse_drafter(name: str, rejecting: str) -> None:
     """Probabilistic drafts, rejected somewhere most of the time; and lengths that do change."""
     drafting = adverse(SMALL)

@@ -27,12 +27,13 @@ from specdec.core import Context, Draft, Proposer, Request, StatelessProposer
 from specdec.engine import Engine
 from specdec.measure.stats import pool, request_metrics
 from specdec.model.target import CausalLM
-from support.all_pairs import all_pairs
+from support.all_pairs import some_with_all
 from support.decoding import TABLE, V, decode_reference, make, outputs, prompts
-from support.table import NUM_DRAFT, TableLM, TableProposer, methods, proposer, scheme, schemes
+from support.table import NUM_DRAFT, OF_ALL_KINDS, TableLM, TableProposer, methods, proposer, scheme, schemes
 
 SCHEMES = pytest.mark.parametrize("name", schemes())
 METHODS = pytest.mark.parametrize("case", methods())
+METHODS_AND_SCHEMES = pytest.mark.parametrize(("case", "name"), some_with_all(methods(), schemes(), OF_ALL_KINDS))
 Case = tuple[str, dict[str, Any]]
 
 
@@ -161,7 +162,15 @@ def greedy_reference(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("case", "name", "temperatures"),
-    all_pairs(methods(), schemes(), [pytest.param([0.0], id="alone"), pytest.param([0.0, 1.0], id="beside-sampled")]),
+    some_with_all(
+        methods(),
+        [
+            pytest.param(name, temperatures, id=f"{name}-{label}")
+            for label, temperatures in (("beside-sampled", [0.0, 1.0]), ("alone", [0.0]))
+            for name in schemes()
+        ],
+        OF_ALL_KINDS,
+    ),
 )
 def test_greedy_gives_what_none_gives(case: Case, name: str, temperatures: list[float]) -> None:
     """Beside rows that are sampled, too: then greedy rows take the way through the distributions."""
@@ -375,8 +384,7 @@ def test_nobody_asks_for_hidden_states_in_vain(monkeypatch: pytest.MonkeyPatch) 
     run(TABLE, noisy_drafts(), "standard", [make([1, 2], max_tokens=5)])
 
 
-@SCHEMES
-@METHODS
+@METHODS_AND_SCHEMES
 def test_no_draft_is_longer_than_its_budget(case: Case, name: str) -> None:
     """A step emits a token of its own, so the last token of an answer is never worth a draft."""
     watching = Watching(proposer(case, TABLE), TABLE)
@@ -740,8 +748,9 @@ def test_a_stop_string_may_be_of_many_tokens(num_draft: int, wrong_every: int, t
 # What is counted
 
 
-@pytest.mark.parametrize("name", rejection.names())
-@METHODS
+@pytest.mark.parametrize(
+    ("case", "name"), some_with_all(methods(), [*schemes(), *sorted({*rejection.names()} - {*schemes()})], OF_ALL_KINDS)
+)
 def test_counts(case: Case, name: str) -> None:
     """Every step against what was drafted and what came of it, counted anew."""
     target = with_eos()
