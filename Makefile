@@ -86,7 +86,9 @@ style: $(VENV)/.done
 types: $(VENV)/.done
 	$(VENV)/bin/mypy
 
+# the first file compiles what each of the processes would compile for itself
 tests: $(VENV)/.done
+	$(RUN) -m pytest tests/unit/test_lookup_trees.py
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not prove"
 
 ## make prove       the full proof: every method, scheme and batch size on real prompts, and the long statistical tests

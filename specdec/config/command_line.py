@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
     composed: list[DictConfig] = []
     for settings in _jobs(groups):
         try:
-            composed.append(compose(page, settings))
+            composed.append(_choices(conf, page, *settings))
         except MissingConfigException:
             raise ValueError(_no_recipe(conf, settings)) from None
         known |= dict(_keys(composed[-1]))
@@ -193,6 +194,12 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
                 elsewhere = _of_another_choice(conf, key) if key.split(".")[0] in known else None
                 raise ValueError(elsewhere or f"unknown key {key!r}; {_nearest_key(key, known)}")
     return composed[0]
+
+
+@lru_cache(maxsize=64)  # a notebook, or a suite of tests, composes the same choices again and again
+def _choices(conf: Path, page: str, *settings: str) -> DictConfig:
+    """The page with these choices of groups, to be read only. conf: which Hydra was initialized with."""
+    return compose(page, list(settings))
 
 
 def _as_a_path(group: str, choice: str) -> str | None:
