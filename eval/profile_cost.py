@@ -36,7 +36,7 @@ def run(cfg: ProfileCost) -> None:
 
     target = cfg.model.load()
     proposer, _ = plan.build(target)
-    known = None if finished is None else finished.acceptance(target)
+    known = None if finished is None else finished.acceptance(target, proposer.drafts_trees)
     longest_draft = max(proposer.num_speculative_tokens, cfg.max_draft or 0)
     sizes = profiling.sizes_up_to(cfg.max_batch_size)
     with console.one_bar("steps", profiling.num_steps(cfg.max_batch_size, longest_draft, cfg.repeats)) as advance:
@@ -44,6 +44,7 @@ def run(cfg: ProfileCost) -> None:
     table = replace(measured, about=measured.about | {"method": plan.method, "environment": records.environment()})
 
     shown: list[Any] = cost_report.cost_tables(table)
+    predicted: tuple[Any, ...] = ()
     proposal = ""
     if known is not None:
         max_draft = proposer.num_speculative_tokens
@@ -54,15 +55,17 @@ def run(cfg: ProfileCost) -> None:
                 f"that is proposed; decode with method.num_speculative_tokens={max_draft} to know more"
             )
         rates = cost_table.tokens_per_s(table, known.survival, max_draft, known.draft_share)
-        shown.append(cost_report.schedule_table(table, rates))
+        predicted = (known.survival, rates)
+        shown.append(cost_report.schedule_table(table, *predicted))
         survival = " ".join(f"{p:.2f}" for p in known.survival)
-        shown.append(f"P(i draft tokens are accepted), of {known.num_steps} steps: {survival}")
+        what = "the i-th node is accepted" if proposer.drafts_trees else "i draft tokens are accepted"
+        shown.append(f"P({what}), of {known.num_steps} steps: {survival}")
         proposal = f"num_speculative_tokens_per_batch_size={json.dumps(table.schedule, separators=(',', ':'))}\n"
     cfg.claim({"profile": cfg.name})
     table.save(out_dir / "cost.json")
     about = table.about
     title = f"{plan.method} on {target.name}, {about['dtype']}, context {about['context']}"
-    plot = cost_report.plot_cost(table, title, out_dir / "cost.png")
+    plot = cost_report.plot_cost(table, title, out_dir / "cost.png", *predicted)
     console.show(*shown)
     print(proposal, end="")  # without line breaks: to be copied
     wandb_run = logger.WandbRun(config.plain(cfg), "cost")

@@ -34,8 +34,8 @@ class FinishedRun:
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
 
-    def acceptance(self, target: CausalLM) -> Acceptance:
-        """ValueError, one line, if the run had another target, or no step with a full draft."""
+    def acceptance(self, target: CausalLM, drafts_trees: bool) -> Acceptance:
+        """ValueError, one line, if the run had another target, chains in place of trees, or no step with a full draft."""
         for key, value in (("target", target.name), ("dtype", str(target.dtype).removeprefix("torch."))):
             if self.summary.get(key) != value:
                 raise ValueError(f"acceptance={self.directory}: a run of {key}={self.summary.get(key)!r}, not {value!r}")
@@ -45,6 +45,11 @@ class FinishedRun:
             room = max_model_len - row["num_prompt_tokens"]
             budgets.append(min(room, row["sampling"]["max_tokens"] or room))
         all_stats = [records.stats_of(row) for row in self.rows]
+        if all_stats and drafts_trees != (had_trees := any(stats.draft_parents for stats in all_stats)):
+            kinds = {True: "trees", False: "chains"}
+            raise ValueError(
+                f"acceptance={self.directory}: a run with {kinds[had_trees]}, and here drafts are {kinds[drafts_trees]}"
+            )
         acceptance = Acceptance(*stats.survival(all_stats, budgets, self.summary["num_speculative_tokens"]))
         if not acceptance.num_steps:
             raise ValueError(f"acceptance={self.directory}: no step of it had a full draft; decode more tokens")

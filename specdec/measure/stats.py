@@ -300,13 +300,13 @@ def survival(
     longest = max((max(stats.depths, default=0) for stats in all_stats), default=0) if has_trees else num_speculative_tokens
     for stats, budget in zip(all_stats, budgets, strict=True):
         left = budget - 1
-        nodes_of_steps = stats.accepted_nodes or [range(accepted) for accepted in stats.accepted]
+        nodes_of_steps = stats.accepted_nodes or [list(range(accepted)) for accepted in stats.accepted]
         steps = zip(stats.drafted, nodes_of_steps, stats.emitted, stats.trimmed, strict=True)
         for drafted, nodes, emitted, pruned in steps:
             # a token beyond a stop is not counted as accepted, which does not mean that the drafter was wrong
             stopped = emitted <= len(nodes)
             if left - 1 >= longest and not pruned and not stopped:
-                num_accepted_K[list(nodes)] += 1
+                num_accepted_K[nodes] += 1
                 num_drafted_K[:drafted] += 1
                 num_steps += 1
             left -= emitted

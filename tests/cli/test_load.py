@@ -587,6 +587,20 @@ def test_a_load_that_cannot_be(arguments: tuple[str, ...], words: list[str], tmp
 # ----------------------------------------------------------------------------------- eval/profile_cost.py
 
 
+def test_costs_of_trees_and_the_size_that_pays(tmp_path: Path, cli: Cli) -> None:
+    trees = ("model=tiny", *SELF, "method.tree_topk=2", "method.tree_depth=3", "method.num_speculative_tokens=6")
+    assert cli("run", *trees, "limit=2", "sampling.max_tokens=16", "baseline=false", f"out_dir={tmp_path / 'run'}").code == 0
+    costs = ("max_batch_size=2", "repeats=1", "context=16", f"acceptance={tmp_path / 'run'}", f"out_dir={tmp_path / 'c'}")
+    done = cli("profile_cost", *trees, *costs)
+    assert done.code == 0, done.err
+    table = cost_table.load(tmp_path / "c" / "cost.json")
+    assert table.about["drafts"] == "trees"
+    survival = table.about["acceptance"]["survival"]
+    assert sum(survival) == pytest.approx(3), "it drafts for itself, so that a path is accepted to its end"
+    assert 0 < min(survival) < 1, "not all nodes are on it"
+    assert "nodes   tokens/step   batch size 1" in done.out
+
+
 def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
     few = ("model=tiny", *SELF, "limit=2", "sampling.max_tokens=16")
     assert cli("run", *few, "baseline=false", f"out_dir={tmp_path / 'run'}").code == 0
@@ -607,6 +621,12 @@ def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
     assert line in done.out
     assert "K=3, and nothing is known beyond it" in " ".join(done.out.split())
     assert "predicted tokens/s" in done.out
+    assert (
+        "chains, and here drafts are trees"
+        in cli(
+            "profile_cost", *small, "method.tree_topk=2", f"acceptance={tmp_path / 'run'}", f"out_dir={tmp_path / 'd'}"
+        ).error
+    )
     for taken in (line, f"num_speculative_tokens_per_batch_size={tmp_path / 'c' / 'cost.json'}"):
         again = cli("run", *few, taken, "max_batch_size=2", "baseline=false", f"out_dir={tmp_path / str(len(taken))}")
         assert again.code == 0, again.err
