@@ -145,7 +145,7 @@ class UnrolledDrafter(nn.Module):
         """[B] most tokens that one after the other may be drafted for each row."""
         if self.tree is None:
             return context.max_draft_B
-        return np.minimum(context.path_limit(), self.tree.depth)
+        return np.minimum(np.minimum(context.path_limit(), context.max_draft_B), self.tree.depth)
 
     def grower(self, context: Context, draft_B: np.ndarray) -> Grower:
         """What grows the trees of a step. draft_B: most nodes of a path of each row."""

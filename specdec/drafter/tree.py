@@ -307,6 +307,8 @@ class Grower:
             score_BW = np.where(goes_on_BP[:, first:] & (self.depth_B > depth + 1)[:, None], score_BP[:, first:], -np.inf)
             best_BW = np.argsort(-score_BW, axis=1, kind="stable")[:, :width]
             count_B = np.isfinite(np.take_along_axis(score_BW, best_BW, 1)).sum(1)
+            # a kept child is outranked by those above it, and by the nodes that are expanded before its parent
+            count_B = np.minimum(count_B, np.maximum(self.context.max_draft_B - 1 - depth, 0))
             if not count_B.any():
                 break
             place_BW = first + best_BW

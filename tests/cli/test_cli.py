@@ -192,9 +192,9 @@ def test_a_lossy_scheme_says_so_everywhere(tmp_path: Path, cli: Cli) -> None:
 
 def test_acceptance_that_was_asked_for_and_cannot_be_reached(tmp_path: Path, cli: Cli) -> None:
     """Of a suffix tree of 16 nodes paths are 2 long."""
-    asked = ("method=suffix", "method.num_speculative_tokens=16", "method.tree_topk=4", "method.tree_depth=2")
+    short_trees = ("method=suffix", "method.num_speculative_tokens=16", "method.tree_topk=4", "method.tree_depth=2")
     scheme = ("rejection=synthetic", "rejection.synthetic_acceptance_length=4")
-    done = cli("run", *SMALL, *asked, *scheme, f"out_dir={tmp_path / 'run'}")
+    done = cli("run", *SMALL, *short_trees, *scheme, f"out_dir={tmp_path / 'run'}")
     assert done.code == 0, done.err
     assert "acceptance that was asked for: mean length 4.00" in done.out.replace("\n", " ")
 

@@ -596,8 +596,8 @@ def test_costs_of_trees_and_the_size_that_pays(tmp_path: Path, cli: Cli) -> None
     table = cost_table.load(tmp_path / "c" / "cost.json")
     assert table.about["drafts"] == "trees"
     survival = table.about["acceptance"]["survival"]
-    assert sum(survival) == pytest.approx(3), "it drafts for itself, so that a path is accepted to its end"
-    assert 0 < min(survival) < 1, "not all nodes are on it"
+    assert 1 <= sum(survival) <= 3, "it drafts for itself, so that the likeliest token is always accepted"
+    assert min(survival) < 1, "not all nodes are on the accepted path"
     assert "nodes   tokens/step   batch size 1" in done.out
 
 
