@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import os
+import select
 import signal
 import sys
 import traceback
@@ -105,10 +106,10 @@ def one_line() -> Iterator[None]:
     except KeyboardInterrupt as error:
         handlers = {}
         _end_interrupted(exit_code(error))
-    except BrokenPipeError:  # whoever reads the output has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
         if _signal is not None:  # a library may turn the interrupt into an error of its own
             handlers = {}
             _end_interrupted(128 + _signal)
@@ -161,6 +162,13 @@ def _end_interrupted(code: int) -> NoReturn:
     if is_main_process():  # torchrun interrupts all of its processes
         print(f"interrupted{_results_hint}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of the output has gone away, as `head` does: a pipe that broke may be another one."""
+    output = select.poll()
+    output.register(sys.stdout, 0)  # errors are always reported
+    return bool(output.poll(0))
 
 
 def _failed_elsewhere(error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from specdec import __main__ as command
+from specdec import script
 from support.cli import OFFLINE, call
 from support.tree import ROOT
 
@@ -61,6 +63,11 @@ def test_output_that_nobody_reads_ends_without_a_word() -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_another_pipe_that_breaks_is_an_error() -> None:
+    with pytest.raises(SystemExit, match=r"error: .*roken pipe"), script.one_line():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
