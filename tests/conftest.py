@@ -2,10 +2,15 @@
 
 import gc
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.hydra import Hydra
+from hydra.plugins.config_source import ConfigResult
 
 from specdec.model import packed_linear
 from support.errors import refused
@@ -36,3 +41,23 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def one_line() -> Callable[..., str]:
     return refused
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hydra_composes_once() -> Iterator[None]:
+    """A script's config is composed once and not twice, from files that are read once. Hydra composes one to learn its mode,
+    which `-m` says too; processes that tests start leave Hydra as it is."""
+    read = FileConfigSource.load_config
+    results: dict[tuple[str, int], bytes] = {}
+
+    def load_config(source: FileConfigSource, config_path: str) -> ConfigResult:
+        path = Path(source.path, source._normalize_file_name(config_path))
+        key = (str(path), path.stat().st_mtime_ns)
+        if key not in results:
+            results[key] = pickle.dumps(read(source, config_path))
+        return pickle.loads(results[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)
+        patch.setattr(FileConfigSource, "load_config", load_config)
+        yield
