@@ -138,4 +138,4 @@ def tiny_prompts() -> list[list[int]]:
     return [(rng.integers(97, 123, 4).tolist() + phrase * 30)[:n] for n in lengths]
 
 
-MAX_TOKENS = [40, 12, 40, 1, 25, 40, 30, 7]
+MAX_TOKENS = [24, 12, 20, 1, 16, 24, 18, 7]
