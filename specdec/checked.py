@@ -118,7 +118,8 @@ def first_mistake(
     if record is not None and values is not None and (wanted := _description(record.model_fields[name])):
         value = values[name]
         wanted = wanted.format(key=f"{prefix}{name}", value=value if isinstance(value, int | float) else "NAME")
-        return f"{prefix}{name}={short_repr(value)} must be {wanted} ({limit})"
+        more = "" if limit.startswith("a valid ") else f" ({limit})"  # the description says what type
+        return f"{prefix}{name}={short_repr(value)} must be {wanted}{more}"
     # a field of several types has the failing type behind its name
     types = ("int", "str", "float", "bool", "none")
     parts = [part for part in first["loc"] if part not in types and not re.search(r"\[|constrained", str(part))]

@@ -15,7 +15,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
@@ -141,7 +141,11 @@ def _parse(settings: list[str], multirun: bool) -> list[Override]:
     for setting in settings:
         if "=" not in setting:
             raise ValueError(f"argument {setting!r} is not of the form key=value")
-        overrides.append(OverridesParser.create().parse_override(setting))
+        try:
+            overrides.append(OverridesParser.create().parse_override(setting))
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{setting}: is a bracket, brace or quote not closed? Hydra cannot read it ({reason})") from None
         if overrides[-1].is_sweep_override() and not multirun:
             raise ValueError(f"{setting}: several values are a sweep; say -m, or put a list in brackets")
     keys = [override.key_or_group for override in overrides]

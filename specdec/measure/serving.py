@@ -174,7 +174,7 @@ def parse_rates(rates: Any) -> list[Level]:
     for rate in rates:
         if isinstance(rate, str) and rate not in ("one", "all"):
             raise ValueError(
-                f"rates: {short_repr(rate)} is none; one (request at a time), all (at once), or a multiple of plain capacity"
+                f"rates: {short_repr(rate)} is no rate; use one (at a time), all (at once), or a multiple of plain capacity"
             )
         if not isinstance(rate, str) and not (is_number(rate) and 0 < rate < math.inf):
             raise ValueError(

@@ -214,7 +214,8 @@ def load_data(cfg: Train, target: CausalLM, is_main: bool) -> Loaded:
     for note in notes if is_main else ():
         console.show(f"note: {note}")
     if cfg.data.held_out >= len(data.samples):
-        raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(data.samples)} samples; lower it")
+        advice = "lower it" if cfg.data.limit is None else f"lower it, or raise data.limit={cfg.data.limit}"
+        raise ValueError(f"data.held_out={cfg.data.held_out} leaves nothing of {len(data.samples)} samples; {advice}")
     return data
 
 

@@ -298,7 +298,8 @@ def test_a_typo_names_the_nearest(arguments: tuple[str, ...], words: str, tmp_pa
 
 BAD_VALUES = [
     (("limit=0",), ["limit=0", "at least 1"]),
-    (("limit=many",), ["limit='many'", "a number"]),
+    (("limit=many",), ["limit='many' must be a number of at least 1, or null"]),
+    (("speculative_config={method: ngram",), ["speculative_config={method: ngram", "brace or quote not closed"]),
     (("seed=abc",), ["seed='abc'", "a number"]),
     (("baseline=maybe",), ["baseline='maybe'", "true or false"]),
     (("sampling.temperature=-1",), ["temperature=-1", "greater than or equal to 0"]),
@@ -320,6 +321,7 @@ BAD_VALUES = [
 def test_a_bad_value(arguments: tuple[str, ...], words: list[str], tmp_path: Path, cli: Cli) -> None:
     error = cli("run", *SMALL, f"out_dir={tmp_path / 'run'}", *arguments).error
     assert all(word in error for word in words), error
+    assert "(a valid" not in error, "the type is said in words already"
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from specdec.measure.report import console
-from specdec.measure.report.table import fitted, new_table
+from specdec.measure.report.table import fitted, method_words, new_table
 from specdec.measure.report.training import plot_training
 
 
@@ -62,3 +62,11 @@ def test_the_plot_of_a_training_that_goes_on_shows_its_loss(tmp_path: Path, monk
     assert list(loss.lines[0].get_ydata()) == [8.0, 7.0]
     assert accuracy.lines
     assert [text.get_text() for text in acceptance.texts] == ["no evaluation"]
+
+
+def test_a_method_in_a_title() -> None:
+    """Trees by what was drafted, where the settings leave them to the method; plain decoding drafts nothing."""
+    run = {"method": "token_recycling", "num_speculative_tokens": 32, "rejection": "standard", "speculative_config": {}}
+    assert method_words(run) == "token_recycling (K=32, standard)"
+    assert method_words(run | {"overall": {"nodes_per_draft": 30.5}}) == "token_recycling (K=32 nodes, standard)"
+    assert method_words({"method": "none", "num_speculative_tokens": 0, "rejection": "standard"}) == "none"

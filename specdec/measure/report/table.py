@@ -91,7 +91,8 @@ def median_and_p99(percentiles: dict[str, float] | None, scale: float = 1.0, dig
 def draft_length(run: Mapping[str, Any]) -> str:
     """How many tokens are drafted: a number, or the longest draft and what chooses. Of trees, their nodes.
 
-    run: a summary's `num_speculative_tokens` and `speculative_config`.
+    run: a summary's `num_speculative_tokens`, `speculative_config`, and `overall`, which tells trees where the settings leave
+        them to the method.
     """
     longest = run["num_speculative_tokens"]
     config = run.get("speculative_config", {})
@@ -103,11 +104,11 @@ def draft_length(run: Mapping[str, Any]) -> str:
         length = f"up to {longest} by batch size"
     else:
         length = str(longest)
-    if config.get("tree_topk") or config.get("speculative_token_tree"):
+    if "nodes_per_draft" in run.get("overall", {}) or config.get("tree_topk") or config.get("speculative_token_tree"):
         length += " nodes"
     return f"{length}, adaptive" if config.get("enable_adaptive_verification") else length
 
 
 def method_words(run: Mapping[str, Any]) -> str:
-    """`eagle3 (K=3, standard)`. run: a summary."""
-    return f"{run['method']} (K={draft_length(run)}, {run['rejection']})"
+    """`eagle3 (K=3, standard)`; of plain decoding `none`. run: a summary."""
+    return f"{run['method']} (K={draft_length(run)}, {run['rejection']})" if run["num_speculative_tokens"] else run["method"]
