@@ -11,6 +11,7 @@ Writes out_dir/cost.json, config.yaml and cost.png. Nothing is learned from what
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 def run(cfg: ProfileCost) -> None:
     from specdec import config
     from specdec.files import read_json_object
-    from specdec.measure import acceptance, logger, records
+    from specdec.measure import acceptance, logger, records, stats
     from specdec.measure.report import console
     from specdec.measure.report import cost as cost_report
+    from specdec.measure.report import run as run_report
     from specdec.policy import cost_table, profiling
 
     plan = cfg.plan()
@@ -39,8 +41,11 @@ def run(cfg: ProfileCost) -> None:
     known = None if finished is None else finished.acceptance(target, proposer.drafts_trees)
     longest_draft = max(proposer.num_speculative_tokens, cfg.max_draft or 0)
     sizes = profiling.sizes_up_to(cfg.max_batch_size)
+    begin_s = time.perf_counter()
+    begin_cpu_s = time.process_time()
     with console.one_bar("steps", profiling.num_steps(cfg.max_batch_size, longest_draft, cfg.repeats)) as advance:
         measured = profiling.measure(target, proposer, sizes, longest_draft, cfg.context, cfg.repeats, cfg.sampling, advance)
+    wall_over_cpu = (time.perf_counter() - begin_s) / (time.process_time() - begin_cpu_s)
     table = replace(measured, about=measured.about | {"method": plan.method, "environment": records.environment()})
 
     shown: list[Any] = cost_report.cost_tables(table)
@@ -66,6 +71,9 @@ def run(cfg: ProfileCost) -> None:
     about = table.about
     title = f"{plan.method} on {target.name}, {about['dtype']}, context {about['context']}"
     plot = cost_report.plot_cost(table, title, out_dir / "cost.png", *predicted)
+    # a slow moment hits one batch size, and is averaged away with its neighbours where more rows seem to cost less
+    if target.device.type == "cpu" and (reasons := stats.busy_reasons({}, {"measuring": wall_over_cpu})):
+        shown.append(f"{run_report.busy_note(reasons, None)}; measure again")
     console.show(*shown)
     print(proposal, end="")  # without line breaks: to be copied
     wandb_run = logger.WandbRun(config.plain(cfg), "cost")

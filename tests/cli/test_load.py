@@ -601,6 +601,17 @@ def test_costs_of_trees_and_the_size_that_pays(tmp_path: Path, cli: Cli) -> None
     assert "nodes   tokens/step   batch size 1" in done.out
 
 
+def test_costs_of_a_busy_machine_are_said_to_be(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = {True: "the machine was busy with other work (wall / CPU time is", False: "written to"}
+    for is_busy, line in busy.items():
+        monkeypatch.setattr("time.process_time", lambda is_busy=is_busy: time.perf_counter() / (1.5 if is_busy else 1))
+        small = ("model=tiny", *SELF, "max_batch_size=1", "repeats=1", "context=16", f"out_dir={tmp_path / str(is_busy)}")
+        done = cli("profile_cost", *small)
+        assert done.code == 0, done.err
+        assert line in " ".join(done.out.split())
+        assert ("busy with other work" in " ".join(done.out.split())) == is_busy
+
+
 def test_costs_and_the_schedule_that_follows(tmp_path: Path, cli: Cli) -> None:
     few = ("model=tiny", *SELF, "limit=2", "sampling.max_tokens=16")
     assert cli("run", *few, "baseline=false", f"out_dir={tmp_path / 'run'}").code == 0
