@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from specdec import checkpoint, lock, method
 from specdec.checked import first_line
@@ -146,16 +147,13 @@ def show_lint(directory: Path, target: str | None, engine: str | None = None, na
     """
     findings = lint.check(directory, target)
     verdict = lint.loads(findings)
-    table = Table(title=f"{name or directory}", title_justify="left", header_style="bold")
-    for column in ("engine", "", "rule", "why, and what to do"):
-        table.add_column(column, no_wrap=column != "why, and what to do")
+    console.show(f"{name or directory}")
     for key, does_load in verdict.items():
-        table.add_row(lint.ENGINES[key], "loads" if does_load else "does not", "", "", style="bold")
+        console.show(Text(f"  {lint.ENGINES[key]}: {'loads' if does_load else 'does not load'}", style="bold"))
         for finding in findings:
             if finding.engine == key:
                 text = finding.text.replace(str(directory), name or str(directory))
-                table.add_row("", finding.severity, finding.rule, text)
-    console.show(table)
+                console.show(Padding(f"{finding.severity} ({finding.rule}): {text}", (0, 0, 0, 4), expand=False))
     return verdict.get(engine, False) if engine else any(verdict.values())
 
 

@@ -1076,15 +1076,19 @@ def test_what_an_engine_would_not_load_leaves_nothing_behind(share: Cli, tmp_pat
     assert share("checkpoint=ours", "format=vllm", "out_dir=shared").code == 0
 
 
-def test_lint_alone(share: Cli, tmp_path: Path) -> None:
+def test_lint_alone(share: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "good", "eagle3", "vllm")
     done = share("lint=good")
     assert done.code == 0, done.err
-    assert "loads" in done.out
+    assert "vLLM 0.32, 0.33: loads" in done.out
     edited(written(tmp_path / "bad", "eagle3", "vllm"), without("norm.weight"))
     done = share("lint=bad")
     assert done.code == 1
     assert "norm.weight" in done.out
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = share("lint=bad").out.splitlines()
+    assert "  vLLM 0.32, 0.33: does not load" in lines, "the reason stands below, at 80 columns too"
+    assert max(map(len, lines)) <= 80
     assert "writes nothing" in share("lint=good", "out_dir=x").error
     assert "nowhere" in share("lint=nowhere").error
     assert "fc.weight" not in share("lint=good", "target=tiny-llama").out
