@@ -170,8 +170,8 @@ def can_resolve(name: str) -> bool:
 
 
 def _is_hub_id(name: str) -> bool:
-    """org/name."""
-    return not name.startswith((".", "~", "/")) and name.count("/") == 1
+    """org/name; outputs/ is where runs are."""
+    return not name.startswith((".", "~", "/", "outputs/")) and name.count("/") == 1
 
 
 def local(name: Any, what: str) -> Path:

@@ -298,7 +298,14 @@ def test_a_checkpoint_brings_its_target(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "words",
-    [("limt=3",), ("checkpoint=/nowhere",), ("model.path=/nowhere",), ("out_dir=taken",), ("out_dir=new", "resume=true")],
+    [
+        ("limt=3",),
+        ("checkpoint=/nowhere",),
+        ("checkpoint=outputs/nowhere",),
+        ("model.path=/nowhere",),
+        ("out_dir=taken",),
+        ("out_dir=new", "resume=true"),
+    ],
 )
 def test_a_typo_is_found_before_torch_is_imported(tmp_path: Path, words: tuple[str, ...]) -> None:
     """In less than the seconds that the import takes."""
