@@ -45,8 +45,8 @@ def one_line() -> Callable[..., str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def hydra_composes_once() -> Iterator[None]:
-    """A script's config is composed once and not twice, from files that are read once. Hydra composes one to learn its mode,
-    which `-m` says too; processes that tests start leave Hydra as it is."""
+    """A script's config is composed once and not twice, from files that are read once: Hydra composes one more to learn
+    `hydra.mode`, which no test gives. Processes that tests start leave Hydra as it is."""
     read = FileConfigSource.load_config
     results: dict[tuple[str, int], bytes] = {}
 

@@ -69,4 +69,6 @@ def test_a_method_in_a_title() -> None:
     run = {"method": "token_recycling", "num_speculative_tokens": 32, "rejection": "standard", "speculative_config": {}}
     assert method_words(run) == "token_recycling (K=32, standard)"
     assert method_words(run | {"overall": {"nodes_per_draft": 30.5}}) == "token_recycling (K=32 nodes, standard)"
+    chain = run | {"speculative_config": {"tree_topk": 1}}
+    assert method_words(chain) == "token_recycling (K=32, standard)"
     assert method_words({"method": "none", "num_speculative_tokens": 0, "rejection": "standard"}) == "none"

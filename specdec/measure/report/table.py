@@ -104,7 +104,8 @@ def draft_length(run: Mapping[str, Any]) -> str:
         length = f"up to {longest} by batch size"
     else:
         length = str(longest)
-    if "nodes_per_draft" in run.get("overall", {}) or config.get("tree_topk") or config.get("speculative_token_tree"):
+    is_tree = (config.get("tree_topk") or 1) > 1 or config.get("speculative_token_tree")
+    if is_tree or "nodes_per_draft" in run.get("overall", {}):
         length += " nodes"
     return f"{length}, adaptive" if config.get("enable_adaptive_verification") else length
 
