@@ -27,7 +27,7 @@ demo: $(VENV)/.done
 	$(RUN) eval/run.py -m method=ngram,suffix $(FIRST) out_dir=$(OUT)/first
 	$(RUN) eval/compare.py $(OUT)/first/[0-9]*/ --out $(OUT)/first
 	@echo "2 of 3: train an EAGLE-3 drafter (minutes)"
-	$(RUN) train/eagle.py model=llama train.max_steps=260 data.limit=232 num_threads=2 out_dir=$(OUT)/drafter
+	$(RUN) train/eagle.py model=llama train.max_steps=200 data.limit=232 num_threads=2 out_dir=$(OUT)/drafter
 	@echo "3 of 3: decode with it, and compare, $(SECOND)"
 	$(RUN) eval/run.py -m method=ngram,suffix $(SECOND) out_dir=$(OUT)/second
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter $(SECOND) out_dir=$(OUT)/second/2-eagle3
