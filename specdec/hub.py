@@ -157,8 +157,11 @@ def locate(name: str | Path, what: str) -> Path | None:
     if what == "checkpoint" and not _is_hub_id(name):
         raise ValueError(f"checkpoint {name}: no such directory, and not a hub id (org/name)")
     if not can_resolve(name):
+        error = f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name"
+        if "/" in name:  # a path, maybe of a drafter
+            raise ValueError(error)
         near = nearest(name, [*EMBEDDED, "tiny", "tiny-trained", *(f"random-{shape}" for shape in SHAPES)])
-        raise ValueError(f"model {name!r}: no such directory, and not a hub id (org/name) or an embedded name; {near}")
+        raise ValueError(f"{error}; {near}")
     return None
 
 

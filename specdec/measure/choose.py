@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec import hub, method, rejection
+from specdec import method, rejection
 from specdec.checked import nearest
 from specdec.core import Proposer, Request, RequestStats
 from specdec.engine import Engine
@@ -93,8 +93,6 @@ def _check_methods(methods: Sequence[Any], checkpoints: Mapping[Any, Any], known
     for name, directory in checkpoints.items():
         if directory is None or isinstance(directory, list | dict):
             raise ValueError(f"checkpoints: {name} has {directory!r}; give the directory of a drafter, {{{name}: DIR}}")
-        if method.is_trained(name):
-            hub.locate(directory, "checkpoint")
     if len(set(methods)) < len(methods):
         raise ValueError(f"methods={methods}: an entry is there twice; name variants in runs=")
 

@@ -779,7 +779,7 @@ BAD_CHOICES = [
     (("checkpoints={eagle3: null}",), ["eagle3 has None", "{eagle3: DIR}"]),
     (("runs=[ngram]",), ["runs=['ngram'] must be a mapping", "{a: {method: ngram}}"]),
     (("checkpoints={ngram: there}",), ["takes none"]),
-    (("checkpoints={eagle3: /nowhere}",), ["checkpoint /nowhere", "no such directory"]),
+    (("checkpoints={eagle3: /nowhere}",), ["run 'eagle3'", "'/nowhere': no such directory"]),
     (("runs={a: {method: ngram, num_speculativ_tokens: 2}}",), ["run 'a'", "'num_speculative_tokens'?"]),
     (("runs={a: {num_speculative_tokens: 2}}",), ["'a'", "needs a method"]),
     (("runs={a: ngram}",), ["'a' has 'ngram'", "write {a: {method: ngram}}"]),
