@@ -18,32 +18,41 @@ $(VENV)/.done: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet -c constraints.txt torch
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[test]"
 	$(RUN) -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(RUN) -c $(COMPILE)
 	touch $@
 
-## make demo        a first look at n-gram and suffix speculation on real prompts; then a short EAGLE-3 drafter is trained for the
-##                  same model, and all three are compared
+# what numba compiles once for a machine, here and not in the middle of a first look; then each process finds it
+COMPILE := "from specdec import LLM; \
+	[LLM('tiny', num_threads=count, speculative_config={'method': 'suffix'}).generate('once', use_tqdm=False) for count in (1, 2)]"
+
+## make demo        a first look at n-gram and suffix speculation on real
+##                  prompts; then an EAGLE-3 drafter is trained for the same
+##                  model, and all three are compared
 demo: $(VENV)/.done
 	@echo "1 of 3: a first look, $(FIRST)"
 	$(RUN) eval/run.py -m method=ngram,suffix $(FIRST) out_dir=$(OUT)/first
 	$(RUN) eval/compare.py $(OUT)/first/[0-9]*/ --out $(OUT)/first
 	@echo "2 of 3: train an EAGLE-3 drafter (minutes)"
-	$(RUN) train/eagle.py model=llama train.max_steps=200 data.limit=232 num_threads=2 out_dir=$(OUT)/drafter
+	$(RUN) train/eagle.py model=llama $(SHORT) num_threads=2 out_dir=$(OUT)/drafter
 	@echo "3 of 3: decode with it, and compare, $(SECOND)"
 	$(RUN) eval/run.py -m method=ngram,suffix $(SECOND) out_dir=$(OUT)/second
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter $(SECOND) out_dir=$(OUT)/second/2-eagle3
 	$(RUN) eval/compare.py $(OUT)/second/[0-9]*/ --out $(OUT)
 	@echo "next: a longer training, make drafter; what each run wrote is in $(OUT)"
 
-FIRST := limit=4 sampling.max_tokens=48
-SECOND := limit=6 sampling.max_tokens=64
+FIRST := limit=4 sampling.max_tokens=32
+SHORT := train.max_steps=120 data.limit=124 data.held_out=12 eval.num_prompts=6
+SECOND := limit=6 sampling.max_tokens=48
 
-## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo recipe, and its acceptance on the demo prompts
+## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo
+##                  recipe, and its acceptance on the demo prompts
 drafter: $(VENV)/.done
 	$(RUN) train/eagle.py model=llama out_dir=$(OUT)/drafter
 	$(RUN) eval/run.py method=eagle3 checkpoint=$(OUT)/drafter out_dir=$(OUT)/eval
 
-## make drafters    a drafter of every family from the same data, 15 CPU-minutes each (hours in all; what is done stays done),
-##                  decoded and compared; DRAFTERS=directory
+## make drafters    a drafter of every family from the same data, 15 CPU-minutes
+##                  each (hours in all; what is done stays done), decoded and
+##                  compared; DRAFTERS=directory
 FAMILIES := eagle3 peagle eagle mtp mlp medusa draft_model pard
 SCRIPT_peagle := eagle
 SCRIPT_eagle3 := eagle
@@ -86,22 +95,23 @@ style: $(VENV)/.done
 types: $(VENV)/.done
 	$(VENV)/bin/mypy
 
-# the first file compiles what each of the processes would compile for itself
 tests: $(VENV)/.done
-	$(RUN) -m pytest tests/unit/test_lookup_trees.py
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not prove"
 
-## make prove       the full proof: every method, scheme and batch size on real prompts, and the long statistical tests
+## make prove       the full proof: every method, chains and trees, every batch
+##                  size on real prompts, and the long statistical tests (hours)
 prove: $(VENV)/.done
 	$(RUN) eval/prove.py
 	$(RUN) tests/support/malformed.py
 	$(RUN) -m pytest -m prove
 
-## make kills       20 kills at random moments of everything that writes: nothing lost, and all as in an uninterrupted run
+## make kills       20 kills at random moments of everything that writes:
+##                  nothing lost, and all as in an uninterrupted run
 kills: $(VENV)/.done
 	$(RUN) tests/support/kills.py
 
-## make malformed   malformed inputs over every door: each must end in one line (minutes)
+## make malformed   malformed inputs over every door: each must end in one line
+##                  (minutes)
 malformed: $(VENV)/.done
 	$(RUN) tests/support/malformed.py
 
@@ -109,8 +119,10 @@ malformed: $(VENV)/.done
 bench: $(VENV)/.done
 	$(RUN) eval/bench.py out_dir=outputs/bench-$(shell date +%Y%m%d-%H%M%S)
 
-## make peer-vllm   our engine and our exports against a real vLLM, step by step, and then their speeds, in turn; it gets an
-##                  environment of its own (4 GB), its processes take 4 GB of memory, and all of it half an hour of two quiet cores
+## make peer-vllm   our engine and our exports against a real vLLM, step by
+##                  step, and then their speeds, in turn; it gets an environment
+##                  of its own (4 GB), its processes take 4 GB of memory, and all
+##                  of it half an hour of two quiet cores
 PEER_VENV ?= .venv-vllm
 PEER := $(PEER_VENV)/bin/python
 peer-vllm: $(VENV)/.done $(PEER_VENV)/.done
@@ -143,7 +155,8 @@ $(PEER_VENV)/.suffix: $(PEER_VENV)/.done
 		[shutil.copy(module, site / "suffix_decoding") for module in (source / "build").glob("_C*")]'
 	touch $@
 
-## make gpu-wheels  gather what a CUDA machine without a network lacks, into wheels/ (run this where there is a network)
+## make gpu-wheels  gather what a CUDA machine without a network lacks, into
+##                  wheels/ (run this where there is a network)
 gpu-wheels: $(VENV)/.done
 	$(RUN) -m pip wheel --quiet --no-deps -c constraints.txt -w wheels antlr4-python3-runtime
 	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
@@ -151,7 +164,8 @@ gpu-wheels: $(VENV)/.done
 		-d wheels -c constraints.txt hydra-core omegaconf pydantic pydantic-core annotated-types typing-inspection filelock
 	@du -sh wheels
 
-## make gpu         proofs and speed on a CUDA machine; needs no network (wheels/ from make gpu-wheels), under 8 minutes
+## make gpu         proofs and speed on a CUDA machine; needs no network (wheels/
+##                  from make gpu-wheels), under 8 minutes
 gpu:
 	@if [ -d wheels ]; then $(PYTHON) -m pip install --quiet --no-index --no-deps --target wheels/site --upgrade wheels/*.whl; fi
 	PYTHONPATH=wheels/site:. $(PYTHON) eval/gpu.py

@@ -11,7 +11,6 @@ from __future__ import annotations
 from specdec import script
 
 with script.one_line():
-    import argparse
     from pathlib import Path
     from typing import Any
 
@@ -27,7 +26,7 @@ NUMBERS = (
 
 
 def main() -> None:
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(__doc__)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run")
     parser.add_argument("--out", type=Path, help="where compare.png and report.html go (default: outputs/compare/START)")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in what should be equal")

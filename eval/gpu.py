@@ -12,7 +12,6 @@ from __future__ import annotations
 from specdec import script
 
 with script.one_line():
-    import argparse
     import subprocess
     import sys
     import time
@@ -36,7 +35,7 @@ ACCEPTANCE_LENGTH = 3.0
 
 
 def main() -> None:
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", nargs="*", default=["llama-1b", "llama-8b"])
     parser.add_argument("--max-tokens", type=script.count, default=128)

@@ -4,9 +4,10 @@
     python eval/prove.py --prompts 40 --max-tokens 128 --model tiny-gemma3
     python eval/prove.py --methods eagle3 --checkpoint outputs/eagle3_demo-llama-demo/latest
 
-At temperature 0 the tokens must be those of Hugging Face `generate`; at 0.8, under rejection `match`, those of plain sampling
-with the same seeds. A method that needs a drafter takes the checkpoint that is given for it, or one with random weights, whose
-drafts are hardly ever accepted. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
+Every method drafts chains and, where it can, trees. At temperature 0 the tokens must be those of Hugging Face `generate`; at
+0.7 and at 1, under the schemes that repeat plain sampling (`match`, `gumbel`), those of plain sampling with the same seeds. A
+method that needs a drafter takes the checkpoint that is given for it, or one with random weights, whose drafts are hardly ever
+accepted. Exit code 1 if a single token differs. `make prove` runs the long statistical tests after it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 from specdec import script
 
 with script.one_line():
-    import argparse
+    import itertools
     import sys
     import tempfile
     import time
+    from collections.abc import Iterator
     from pathlib import Path
     from typing import Any
 
     import torch
 
-    from specdec import config, hub, method
+    from specdec import config, hub, method, rejection
     from specdec.core import Request
     from specdec.engine import Engine
     from specdec.measure import tasks
@@ -33,15 +35,21 @@ with script.one_line():
     from specdec.speculative_config import SpeculativeConfig
 
 BATCH_SIZES = (1, 3, 8)
+TEMPERATURES = (0.7, 1.0)
+# whose uniforms are a position's, so that they sample what plain decoding does
+REPEATING = [
+    name for name in rejection.names() if rejection.find(name).lossless and rejection.find(name).keyed_by == "position"
+]
+TREES = {"tree_topk": 3, "tree_depth": 3, "num_speculative_tokens": 8}
 
 
 def main() -> None:
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(__doc__)
     parser.add_argument("--model", default=hub.DEFAULT, help="directory, hub id or embedded name")
     parser.add_argument(
-        "--prompts", type=script.count, default=24, help="conversations of the demo task, from its categories in turn"
+        "--prompts", type=script.count, default=8, help="conversations of the demo task, from its categories in turn"
     )
-    parser.add_argument("--max-tokens", type=script.count, default=64)
+    parser.add_argument("--max-tokens", type=script.count, default=32)
     parser.add_argument("--methods", nargs="*", help="only these")
     parser.add_argument("--checkpoint", nargs="*", default=[], help="trained drafters")
     arguments = parser.parse_args()
@@ -62,40 +70,64 @@ def compare(model: str, count: int, max_tokens: int, methods: list[str] | None, 
     drafters = {method.of_checkpoint(path): path for path in checkpoints}
     target = CausalLM(model, "float32", "cpu")
     prompts = conversations(target, count, max_tokens)
-    model_of_hf = hub.load_model(target.path, dtype=torch.float32).eval()
-    greedy = []
-    sampled = SamplingParams(temperature=0.8, max_tokens=max_tokens)
-    with console.progress(len(prompts), generate=0) as advance:
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            out = model_of_hf.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
-            )
-            greedy.append(out[0, len(prompt) :].tolist())
-            advance("generate")
-    del model_of_hf
-    plain = decode(target, {"method": method.PLAIN}, prompts, sampled, 1)
+    greedy = generated(target, prompts, max_tokens)
+    claims = [("T=0 equals HF generate", SamplingParams(temperature=0, max_tokens=max_tokens), {}, greedy)]
+    for name in REPEATING:
+        for temperature in TEMPERATURES:
+            params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+            scheme = {"rejection_sample_method": name}
+            plain = decode(target, {"method": method.PLAIN} | scheme, prompts, params, 1)
+            claims.append((f"T={temperature} {name} equals sampling", params, scheme, plain))
 
     failures = 0
     print(f"{len(prompts)} prompts, {max_tokens} new tokens, {model}, float32, cpu, one thread")
+    for label, settings in variants(target, methods, drafters, scratch):
+        for batch_size, (claim, params, scheme, reference) in itertools.product(BATCH_SIZES, claims):
+            begin = time.perf_counter()
+            is_probabilistic = batch_size != 3 and scheme and "draft_sample_method" in method.settings(settings["method"])
+            more = scheme | ({"draft_sample_method": "probabilistic"} if is_probabilistic else {})
+            outputs = decode(target, settings | more, prompts, params, batch_size)
+            same = sum(a == b for a, b in zip(outputs, reference, strict=True))
+            failures += same < len(prompts)
+            verdict = "ok  " if same == len(prompts) else "FAIL"
+            result = f"{same}/{len(prompts)}  {time.perf_counter() - begin:6.1f} s"
+            print(f"{verdict} {label:21} batch {batch_size}  {claim:28}  {result}", flush=True)
+    return failures
+
+
+def variants(
+    target: CausalLM, methods: list[str] | None, drafters: dict[str, str], scratch: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every method that drafts chains, and trees where its drafter can, with its settings."""
     for path in sorted((config.CONF / "method").glob("*.yaml")):
         if methods and path.stem not in methods:
             continue
         settings = {key: value for key, value in config.read(path).items() if value is not None}
         settings |= missing_settings(settings.pop("name"), target, drafters, scratch)
-        for batch_size in BATCH_SIZES:
-            for claim, reference, params, more in (
-                ("T=0    equals HF generate   ", greedy, SamplingParams(temperature=0, max_tokens=max_tokens), {}),
-                ("T=0.8  match equals sampling", plain, sampled, {"rejection_sample_method": "match"}),
-            ):
-                begin = time.perf_counter()
-                outputs = decode(target, settings | more, prompts, params, batch_size)
-                same = sum(a == b for a, b in zip(outputs, reference, strict=True))
-                failures += same < len(prompts)
-                verdict = "ok  " if same == len(prompts) else "FAIL"
-                result = f"{same}/{len(prompts)}  {time.perf_counter() - begin:6.1f} s"
-                print(f"{verdict} {path.stem:21} batch {batch_size}  {claim}  {result}", flush=True)
-    return failures
+        yield path.stem, settings
+        if "tree_topk" not in method.settings(settings["method"]):
+            continue
+        try:
+            SpeculativeConfig(**settings | TREES).resolve().build(target)
+        except ValueError as error:  # an MTP checkpoint with a module for each token drafts no trees
+            print(f"left out: {path.stem} trees: {error}", flush=True)
+        else:
+            yield f"{path.stem} trees", settings | TREES
+
+
+def generated(target: CausalLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """What Hugging Face says, greedily, one prompt at a time."""
+    reference = hub.load_model(target.path, dtype=torch.float32).eval()
+    answers = []
+    with console.progress(len(prompts), generate=0) as advance:
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+            )
+            answers.append(out[0, len(prompt) :].tolist())
+            advance("generate")
+    return answers
 
 
 def missing_settings(name: str, target: CausalLM, drafters: dict[str, str], scratch: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from specdec import script
 
 with script.one_line():
-    import argparse
     from pathlib import Path
 
     from specdec import config, hub, run_dir
@@ -24,7 +23,7 @@ with script.one_line():
 
 
 def main() -> None:
-    parser = script.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.Parser(__doc__)
     parser.add_argument("directory", nargs="+", type=Path, help="out_dir of a finished run of eval/run.py, or of train/*.py")
     parser.add_argument("--out", type=Path, help="where the page of several runs goes (default: outputs/report/START)")
     arguments = parser.parse_args()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specdec import lock
+from specdec import fold, lock
 
 DEBUG = "SPECDEC_DEBUG"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -124,7 +124,14 @@ def one_line() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """For scripts without Hydra: a mistake on the command line is one line."""
+    """For scripts without Hydra: a mistake on the command line is one line.
+
+    docstring: of the script, which --help shows
+    """
+
+    def __init__(self, docstring: str | None) -> None:
+        description = fold.docstring(docstring or "")
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message}; see --help")

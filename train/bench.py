@@ -139,7 +139,7 @@ def peak(way: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = script.Parser(description=__doc__.splitlines()[0])
+    parser = script.Parser(__doc__)
     parser.add_argument("--length", type=int, default=1024, help="tokens of the sample (S)")
     parser.add_argument("--prompt", type=int, default=64, help="of which so many are not supervised")
     parser.add_argument("--steps", type=int, default=7, help="unrolled steps (K)")

@@ -2,7 +2,7 @@
 
     python train/draft_model.py model=llama                               # some layers of the target, on the demo data
     python train/draft_model.py model=llama train.drafter.layer_ids=[0,1,28,29]
-    python train/draft_model.py model=llama model.size=8b data=jsonl data.path=FILE train=draft_model \
+    python train/draft_model.py model=llama model.size=8b data=jsonl data.path=FILE train=draft_model \\
         train.drafter.model=meta-llama/Llama-3.2-1B-Instruct              # the full recipe, from another LM
     torchrun --nproc_per_node 2 train/draft_model.py model=llama train.sharding=fsdp
     python eval/run.py method=draft_model checkpoint=outputs/draft_model_demo-llama-demo/latest

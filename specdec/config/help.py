@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from specdec import fold
+
 
 def of_page(conf: Path, page: str, docstring: str, words: list[str]) -> str:
     """The text.
@@ -19,16 +21,18 @@ def of_page(conf: Path, page: str, docstring: str, words: list[str]) -> str:
     chosen = dict(word.partition("=")[::2] for word in words if "=" in word)
     text = (conf / f"{page}.yaml").read_text().split("\nhydra:")[0]
     groups = groups_of_page(conf, page, chosen)
-    parts = [docstring.strip(), "Choices (key=value; the one in use is marked):"]
+    parts = [fold.docstring(docstring), "Choices (key=value; the one in use is marked):"]
     for group, choice in groups.items():
         names = sorted(path.stem for path in (conf / group).glob("*.yaml"))
-        parts[-1] += f"\n  {group}: " + ", ".join(f"[{name}]" if name == choice else name for name in names)
+        parts[-1] += "\n" + fold.items(f"  {group}", [f"[{name}]" if name == choice else name for name in names])
     parts.append(f"Keys:\n{_indented(_after_defaults(text))}")
     for group, choice in groups.items():
         path = conf / group / f"{choice}.yaml"
         if path.exists():
             parts.append(f"Keys of {group}={choice} ({group}.KEY=value):\n{_indented(path.read_text())}")
-    parts.append("-m sweeps over values with commas; --cfg job shows the composed config; --info shows Hydra's own.")
+    parts.append(
+        fold.docstring("-m sweeps over values with commas; --cfg job shows the composed config; --info shows Hydra's own.")
+    )
     return "\n\n".join(parts)
 
 
@@ -57,4 +61,4 @@ def _after_defaults(text: str) -> str:
 
 
 def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" if line else "" for line in text.strip().splitlines())
+    return fold.yaml("\n".join(f"  {line}" if line else "" for line in text.strip().splitlines()))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
@@ -23,7 +22,7 @@ from specdec import config, hub, lock, method, rejection
 from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.config.pages import Train
-from specdec.drafter.batch import Batch, Sample
+from specdec.drafter.batch import Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import read_json_object, write_json
 from specdec.measure import logger, records
@@ -35,6 +34,7 @@ from specdec.training import features, loop
 from specdec.training.data import Loaded
 from specdec.training.evaluate import acceptance, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
+from specdec.training.state import mixed_precision
 
 # settings that may change when a run is resumed
 CHANGEABLE = (
@@ -113,8 +113,6 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     drafting = {key: value for key, value in cfg.method.settings.items() if key not in NOT_TRAINED}
     drafter = recipe.drafter_class(target, checkpoint, **drafting)
     source = feature_source(cfg, drafter, recipe.objective, [*samples, *held_out], device, processes.is_main_process)
-    feature_sample = without_first_tokens(source(samples[:64]), drafter.hidden_layers) if drafter.hidden_layers else None
-    drafter.for_training(recipe.objective, recipe.init, feature_sample, warm_start=cfg.checkpoint is not None)
 
     identity = identity_of(cfg, recipe, target, checkpoint, data.samples, drafting)
     if processes.is_main_process:
@@ -122,6 +120,8 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         if data.skipped:
             write_json(out_dir / "left_out.json", data.skipped_at)
     processes.wait_for_everyone()
+    feature_sample = first_states(source, samples[:64], drafter.hidden_layers, processes.is_main_process)
+    drafter.for_training(recipe.objective, recipe.init, feature_sample, warm_start=cfg.checkpoint is not None)
     prompts = prompts_of(held_out, cfg.eval.num_prompts)
 
     def evaluate(saved: Path) -> dict[str, Any]:
@@ -248,7 +248,8 @@ def identity_of(
         "drafter": checkpoint.config,
         "init": recipe.init.model_dump(),
         "objective": recipe.objective.model_dump(),
-        "train": cfg.train.model_dump(exclude={"name", "drafter", "init", "objective", *CHANGEABLE}),
+        "train": cfg.train.model_dump(exclude={"name", "drafter", "init", "objective", *CHANGEABLE})
+        | {"mixed_precision": mixed_precision(cfg.train, target.device)},
         "seed": cfg.seed,
         "checkpoint": cfg.checkpoint,
         "checkpoint_weights": hub.weights_digest(native.find(cfg.checkpoint)) if cfg.checkpoint else None,
@@ -287,14 +288,17 @@ def plot(cfg: Train, target: CausalLM, metrics: logger.Metrics) -> Path:
     return training_report.plot_training(metrics.rows.rows, title, Path(cfg.out_dir) / "train.png")
 
 
-def without_first_tokens(batch: Batch, layers: tuple[int, ...]) -> Tensor:
+def first_states(source: loop.Features, samples: Sequence[Sample], layers: tuple[int, ...], visible: bool) -> Tensor | None:
     """[tokens, T, D] target states of all but the first token of each sample: that is an attention sink, thousands of times
-    larger than the others, and would set the scale."""
-    start_B = np.cumsum(batch.length_B) - batch.length_B
-    is_first_N = np.zeros(len(batch.token_N), dtype=bool)
-    is_first_N[start_B] = True
-    states = batch.hidden(layers)
-    return states[torch.from_numpy(~is_first_N).to(states.device)]
+    larger than the others, and would set the scale. None for a drafter that reads none. visible: with a bar."""
+    if not layers:
+        return None
+    with console.one_bar("target's states", len(samples), visible) as advance:
+        states = []
+        for sample in samples:
+            states.append(source([sample]).hidden(layers)[1:])
+            advance()
+    return torch.cat(states)
 
 
 def stop(processes: PartialState, result: dict[str, Any]) -> None:

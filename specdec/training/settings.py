@@ -18,6 +18,7 @@ class Settings(Checked):
     lr_scheduler: cosine or linear (down to min_lr_ratio x lr) or constant, after warmup_ratio of the steps.
     loss_normalization: `tokens` weighs every supervised token alike, `samples` every sample.
     log_every, eval_every, save_every: in steps; with logging_first_step the first one is logged too.
+    mixed_precision: bf16 (matrix products, over float32 weights) or no; None: bf16 where the device has instructions for it.
     keep: checkpoints to keep beside the best.
     max_nonfinite: consecutive steps with a loss that is not finite before the run fails.
     sharding: `ddp` or `fsdp`, with several processes.
@@ -37,7 +38,7 @@ class Settings(Checked):
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    mixed_precision: Literal["bf16", "no"] = "bf16"
+    mixed_precision: Literal["bf16", "no"] | None = None
     sharding: Literal["ddp", "fsdp"] = "ddp"
     loss_normalization: Literal["tokens", "samples"] = "tokens"
     log_every: int = Field(10, ge=1)

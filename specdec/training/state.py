@@ -29,9 +29,15 @@ from specdec.checkpoint import native
 from specdec.drafter.batch import Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import apply_umask, write_atomically
+from specdec.model.target import fastest_dtype
 from specdec.run_dir import link
 from specdec.training.metrics import MetricWindow
 from specdec.training.settings import Settings
+
+
+def mixed_precision(settings: Settings, device: torch.device) -> str:
+    """That of the settings, or what is fast on the device: a CPU without instructions for bfloat16 takes many times as long."""
+    return settings.mixed_precision or ("bf16" if fastest_dtype(device) == torch.bfloat16 else "no")
 
 
 class TrainState:
@@ -137,7 +143,8 @@ class TrainState:
 
     def autocast(self) -> Any:
         """bfloat16 matrix products over float32 weights, if the settings say so."""
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.settings.mixed_precision == "bf16")
+        device = self.accelerator.device
+        return torch.autocast(device.type, torch.bfloat16, enabled=mixed_precision(self.settings, device) == "bf16")
 
     def update(self, lr: float) -> float | None:
         """Clip and apply the gradients. Returns their norm, or None if it was not finite and nothing was applied."""

@@ -702,7 +702,7 @@ def test_wandb_without_a_key_is_kept_offline(tmp_path: Path, monkeypatch: pytest
     out_dir = tmp_path / "run"
     arguments = (*SMALL, *SELF, "logger=wandb", f"out_dir={out_dir}")
     env = {"HOME": str(tmp_path / "home"), "SPECDEC_CACHE": cache}
-    done = ended(start(EVAL / "run.py", *arguments, cwd=tmp_path / "cwd", **env))
+    done = ended(fork(EVAL / "run.py", *arguments, cwd=tmp_path / "cwd", **env))
     assert done.code == 0, done.err
     assert "wandb: offline" in done.out
     assert list((tmp_path / "cwd").iterdir()) == []

@@ -83,9 +83,12 @@ def test_every_script_is_here() -> None:
 
 
 @EVERY
-def test_every_script_has_help(name: str, tmp_path: Path) -> None:
+def test_every_script_has_help(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     done = run(name, "--help", cwd=tmp_path)
     assert done.code == 0, done.err
+    wide = [line for line in done.out.splitlines() if len(line) > 80]
+    assert all("{" in line or len(line.split()) <= 2 for line in wide), "only what cannot be broken"
     assert all(f"{group}: " in done.out for group in ("model", "logger") if f"- {group}:" in page_of(name))
     assert "Keys:" in done.out
 

@@ -34,39 +34,23 @@ def test_tiny(method: str, architecture: str, batch_size: int, scheme: str) -> N
     assert decode(engine, tiny_prompts(), MAX_TOKENS) == tiny_reference(target.name)
 
 
-def on_real_prompts() -> list[Any]:
-    """Those that look up, one that reads states, one with heads on them, one with a model of its own; the others, which
-    `test_tiny` has, in the long proof."""
-    chosen = ("ngram", "suffix", "hybrid", "eagle3", "mlp", "draft_model", "token_recycling")
-    return [
-        pytest.param(name, batch_size, marks=[] if name in chosen and batch_size == 3 else pytest.mark.prove)
-        for name in METHODS
-        for batch_size in (3, 1)
-    ]
-
-
 @pytest.mark.embedded
-@pytest.mark.parametrize(("method", "batch_size"), on_real_prompts())
-def test_smollm2(method: str, batch_size: int) -> None:
-    """Real prompts, one of them a second turn, one longer than a prefill chunk."""
+@pytest.mark.parametrize("method", ["ngram", "suffix", "hybrid", "eagle3", "token_recycling"])
+def test_smollm2(method: str) -> None:
+    """Real prompts, one of them a second turn, one longer than a prefill chunk, for those that look up and one that reads
+    states; eval/prove.py has all methods."""
     target = loaded(hub.DEFAULT)
     prompts = smollm2_prompts(target)
     max_tokens = [24, 16, 24, 8]
-    engine = Engine(target, *build(method, target), max_batch_size=batch_size, prefill_chunk_size=64)
+    engine = Engine(target, *build(method, target), max_batch_size=3, prefill_chunk_size=64)
     assert decode(engine, prompts, max_tokens) == smollm2_reference(tuple(max_tokens))
 
 
-def real_prompts_matched() -> list[Any]:
-    """One that looks up, one that reads states, one with a model of its own; the others in the long proof (and every one under
-    `match` on a tiny model: test_engine.py)."""
-    chosen = ("ngram", "eagle3", "draft_model")
-    return [pytest.param(m, marks=[] if m in chosen else pytest.mark.prove) for m in METHODS if m != "none"]
-
-
 @pytest.mark.embedded
-@pytest.mark.parametrize("method", real_prompts_matched())
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "draft_model"])
 def test_match_is_plain_sampling_on_smollm2(method: str) -> None:
-    """At temperature 0.8, token for token, though the forwards have other shapes: rows do not depend on their company."""
+    """At temperature 0.8, token for token, though the forwards have other shapes: rows do not depend on their company. One that
+    looks up, one that reads states, one with a model of its own (test_engine.py: every method on a tiny model)."""
     more = {"draft_sample_method": "probabilistic"} if method == "draft_model" else {}
     assert sampled(method, "match", **more) == plainly_sampled()
 

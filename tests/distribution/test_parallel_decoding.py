@@ -1,7 +1,7 @@
 """Two processes decode what one does: a target in parts, and a draft model in parts or whole.
 
-torchrun starts this very file, once: each of its processes works through JOBS, and the last job is a mistake that only one of
-them meets. What they must say is made here, by one process.
+The processes are forks that find what torchrun would tell them. Each works through the jobs, and the last job is a mistake
+that only one of them meets. What they must say is made here, by one process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ from specdec.measure.stats import Totals
 from specdec.model import distributed, tensor_parallel
 from specdec.model.target import CausalLM
 from specdec.speculative_config import SpeculativeConfig
-from support.cli import EVAL, OFFLINE, Done, call, rows_of
+from support.cli import EVAL, Done, call, rows_of
 from support.methods import example_settings, tiny_prompts
-from support.processes import ended
+from support.processes import fork_ranks
 
 MODELS = ("tiny-llama", "tiny-qwen3")
 SIZE = 2
@@ -195,14 +194,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def two(jobs: dict[str, Any]) -> tuple[list[dict[str, Any]], Done]:
     """What the two processes wrote, and how they ended."""
     directory = Path(jobs["told"])
-    (directory / "jobs.json").write_text(json.dumps({key: value for key, value in jobs.items() if key != "wholes"}))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(SIZE), __file__,
-        str(directory / "jobs.json"),
-    ]  # fmt: skip
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    env = {**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{EVAL.parent}:{EVAL.parent / 'tests'}"}
-    done = ended(subprocess.Popen(command, cwd=directory, env=env, **pipes))
+    jobs_file = directory / "jobs.json"
+    jobs_file.write_text(json.dumps({key: value for key, value in jobs.items() if key != "wholes"}))
+    done = fork_ranks(Path(__file__), jobs_file, cwd=directory, size=SIZE, TORCHELASTIC_RUN_ID="test")
     paths = [directory / f"{rank}.json" for rank in range(SIZE)]
     assert all(path.exists() for path in paths), done.err
     return [json.loads(path.read_text()) for path in paths], done

@@ -29,9 +29,9 @@ MIRRORED = ("method", "rejection")  # groups with a Python file for every YAML f
 # A module imports from those to its left only. A dotted entry places one module of a room apart from the rest of it.
 # A module that is not here fails the test: it needs a place.
 ORDER = (
-    "checked", "compiled", "files", "chat", "params", "tree", "core", "gumbel", "sampling", "prompts", "rejection", "lock",
-    "tiny_trained", "hub", "rows", "model", "script", "run_dir", "row_state", "stop_rules", "engine", "policy", "checkpoint",
-    "drafter", "artifact", "measure.stats", "method", "speculative_config", "measure", "training", "config",
+    "checked", "compiled", "files", "fold", "chat", "params", "tree", "core", "gumbel", "sampling", "prompts", "rejection",
+    "lock", "tiny_trained", "hub", "rows", "model", "script", "run_dir", "row_state", "stop_rules", "engine", "policy",
+    "checkpoint", "drafter", "artifact", "measure.stats", "method", "speculative_config", "measure", "training", "config",
     "measure.task_run", "training.recipe", "training.synthesize", "training.prepare", "sharing", "llm",
 )  # fmt: skip
 

@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch.distributed
 
 from support.cli import OFFLINE, Done
 
@@ -95,12 +96,18 @@ def fork(script: Path, *arguments: object, cwd: Path, **env: str) -> Fork:
     return Fork(script, arguments, cwd, env)
 
 
-def fork_ranks(script: Path, *arguments: object, cwd: Path, size: int = 2) -> Done:
+def fork_ranks(script: Path, *arguments: object, cwd: Path, size: int = 2, **env: str) -> Done:
     """`torchrun --nproc_per_node SIZE SCRIPT ARGUMENTS`: what all ranks wrote, and the first exit code that is not 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    # as torchrun does: a store that outlives the ranks, so that none of them fails because another has left
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **env,
+    }
     ranks = [fork(script, *arguments, cwd=cwd, RANK=str(i), LOCAL_RANK=str(i), **shared) for i in range(size)]
     results = [ended(process) for process in ranks]
     code = next((done.code for done in results if done.code), 0)

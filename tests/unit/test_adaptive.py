@@ -90,9 +90,7 @@ def test_joint_distribution(case: Case) -> None:
     assert misfit(SMALL, requests) < 1
 
 
-@pytest.mark.parametrize(
-    ("name", "rejecting"), some_with_all(list(POLICIES), ["standard", "block"], ["restless", "prunes", "both"])
-)
+@pytest.mark.parametrize(("name", "rejecting"), some_with_all(list(POLICIES), ["standard", "block"], ["restless", "prunes"]))
 def test_joint_distribution_of_an_adverse_drafter(name: str, rejecting: str) -> None:
     """Probabilistic drafts, rejected somewhere most of the time; and lengths that do change."""
     drafting = adverse(SMALL)

@@ -124,7 +124,7 @@ def all_params(max_tokens: int, vocab: int = V) -> list[Request]:
 
 
 def test_sampling_parameters_mean_what_the_slow_loop_does() -> None:
-    requests = run(TABLE, plain(TABLE), "standard", all_params(40))
+    requests = run(TABLE, plain(TABLE), "standard", all_params(24))
     assert outputs(requests) == [decode_reference(TABLE.logits_after, r)[0] for r in requests]
 
 
@@ -140,18 +140,18 @@ def test_sampling_parameters_mean_what_the_slow_loop_does_on_a_model(tiny: Causa
 
 @functools.cache
 def plain_with_all_params(name: str) -> list[list[int]]:
-    return outputs(run(TABLE, plain(TABLE), name, all_params(40)))
+    return outputs(run(TABLE, plain(TABLE), name, all_params(24)))
 
 
 @METHODS
 def test_match_gives_what_none_gives_under_every_sampling_parameter(case: Case) -> None:
-    requests = run(TABLE, proposer(case, TABLE), "match", all_params(40), rows=9)
+    requests = run(TABLE, proposer(case, TABLE), "match", all_params(24), rows=9)
     assert outputs(requests) == plain_with_all_params("standard")
 
 
 @METHODS
 def test_gumbel_gives_what_none_gives_under_every_sampling_parameter(case: Case) -> None:
-    requests = run(TABLE, proposer(case, TABLE), "gumbel", all_params(40), rows=9)
+    requests = run(TABLE, proposer(case, TABLE), "gumbel", all_params(24), rows=9)
     assert outputs(requests) == plain_with_all_params("gumbel")
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from specdec.measure.report.table import fitted
 
+SPEED_PERIOD = 180.0  # seconds of which the time that is left is estimated: a training step may take ten
 LOG_EVERY = 30.0  # seconds between two lines of progress in a log file
 FILE_WIDTH = 160  # of output that is no terminal, unless COLUMNS says another
 
@@ -36,7 +37,8 @@ class Bars(Progress):
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         columns = [*([TextColumn(before)] if before else []), *bar, *([TextColumn(after)] if after else [])]
-        super().__init__(*columns, console=console, disable=not visible or not console.is_terminal)
+        is_hidden = not visible or not console.is_terminal
+        super().__init__(*columns, console=console, disable=is_hidden, speed_estimate_period=SPEED_PERIOD)
         self.logs = visible and not console.is_terminal
         self.logged_at = time.monotonic()
 
@@ -73,9 +75,9 @@ def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable
 
 
 @contextlib.contextmanager
-def one_bar(label: str, total: int | None) -> Iterator[Callable[..., None]]:
+def one_bar(label: str, total: int | None, visible: bool = True) -> Iterator[Callable[..., None]]:
     """A bar; yields a function (count=1, note=None) that advances it and sets the note behind it. total: None if unknown."""
-    with Bars("{task.description}", "{task.fields[note]}") as bars:
+    with Bars("{task.description}", "{task.fields[note]}", visible) as bars:
         task = bars.add_task(label, total=total, note="")
 
         def advance(count: int = 1, note: str | None = None) -> None:
