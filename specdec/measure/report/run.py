@@ -254,7 +254,7 @@ def _plot_acceptance(axis: Any, numbers: dict[str, dict[str, Any]]) -> None:
     axis.set_ylim(0, 1.02)
     integer_ticks(axis)
     axis.set(xlabel="draft position", ylabel="share of drafts")
-    axis.set_title("Share of all drafts (shorter ones too) accepted up to each position")
+    axis.set_title("Share of all drafts accepted up to a position")
     say_if_empty(axis, axis.lines, "no drafts")
     if axis.lines:
         axis.legend(fontsize=8)
