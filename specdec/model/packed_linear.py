@@ -220,6 +220,13 @@ def turn_amx_off() -> None:
 
 
 @cache
+def has_bfloat16_instructions() -> bool:
+    """Whether this CPU has instructions for products of bfloat16, of whatever kind."""
+    features = llvmlite.binding.get_host_cpu_features()
+    return any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
+
+
+@cache
 def has_bfloat16_products() -> bool:
     """Whether this CPU multiplies bfloat16 by instructions of its own, faster than float32, and oneDNN is there to use them.
     CPUs with AMX have fast ones there alone: their other ones take twice the time of float32."""

@@ -29,7 +29,7 @@ from specdec.checkpoint import native
 from specdec.drafter.batch import Sample
 from specdec.drafter.trainable import TrainableDrafter
 from specdec.files import apply_umask, write_atomically
-from specdec.model.target import fastest_dtype
+from specdec.model import packed_linear
 from specdec.run_dir import link
 from specdec.training.metrics import MetricWindow
 from specdec.training.settings import Settings
@@ -37,7 +37,8 @@ from specdec.training.settings import Settings
 
 def mixed_precision(settings: Settings, device: torch.device) -> str:
     """That of the settings, or what is fast on the device: a CPU without instructions for bfloat16 takes many times as long."""
-    return settings.mixed_precision or ("bf16" if fastest_dtype(device) == torch.bfloat16 else "no")
+    is_fast = device.type != "cpu" or packed_linear.has_bfloat16_instructions()
+    return settings.mixed_precision or ("bf16" if is_fast else "no")
 
 
 class TrainState:

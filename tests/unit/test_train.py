@@ -35,6 +35,7 @@ from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
 from specdec.measure import stats
+from specdec.model import packed_linear
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.training import data, loop, state
@@ -43,6 +44,7 @@ from specdec.training.features import OnlineFeatures
 from specdec.training.loop import fit
 from specdec.training.samples import batch_indices, split_validation
 from specdec.training.settings import Settings
+from specdec.training.state import mixed_precision
 from support.cli import EVAL, TRAIN, Cli, Done, call, contents, rows_of
 from support.drafters import REDUCED
 from support.processes import ended, fork, fork_ranks, start
@@ -211,6 +213,16 @@ def test_bf16_keeps_float32_weights(tmp_path: Path) -> None:
     assert {value.dtype for value in state_of(tmp_path / "bf16" / "last").values()} <= {torch.float32, torch.int64}
     assert mixed.rows[-1]["loss"] == pytest.approx(exact.rows[-1]["loss"], rel=2e-2)
     assert mixed.rows[-1]["loss"] != exact.rows[-1]["loss"]
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_mixed_precision_is_what_is_fast_here(has_instructions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has to imitate bfloat16 takes ten times as long for a step; what is given is taken everywhere."""
+    monkeypatch.setattr(packed_linear, "has_bfloat16_instructions", lambda: has_instructions)
+    cpu = torch.device("cpu")
+    assert mixed_precision(Settings(max_steps=1), cpu) == ("bf16" if has_instructions else "no")
+    assert mixed_precision(Settings(max_steps=1), torch.device("cuda")) == "bf16"
+    assert mixed_precision(Settings(max_steps=1, mixed_precision="bf16"), cpu) == "bf16"
 
 
 def test_a_frozen_random_output_layer_is_refused() -> None:
