@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from functools import partial
+
+_wrap = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
 def docstring(text: str, width: int | None = None) -> str:
@@ -16,7 +19,7 @@ def docstring(text: str, width: int | None = None) -> str:
     return "\n\n".join(
         block if all(len(line) <= width for line in block.splitlines())
         else _commands(block, width) if block.startswith(" ")
-        else textwrap.fill(" ".join(block.split()), width, break_long_words=False, break_on_hyphens=False)
+        else "\n".join(_wrap(" ".join(block.split()), width))
         for block in blocks
     )  # fmt: skip
 
@@ -36,7 +39,7 @@ def items(label: str, names: list[str], width: int | None = None) -> str:
     width: columns; None: those of the terminal, 80 without one
     """
     indent = " " * (len(label) - len(label.lstrip()) + 4)
-    return textwrap.fill(f"{label}: {', '.join(names)}", width or _columns(), subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(_wrap(f"{label}: {', '.join(names)}", width or _columns(), subsequent_indent=indent))
 
 
 def _columns() -> int:
@@ -49,10 +52,7 @@ def _commands(block: str, width: int) -> str:
         *comments, command = _comment_above(line, width)
         if len(command) > width:
             indent = " " * (len(command) - len(command.lstrip()))
-            fitting = textwrap.wrap(
-                command, width - 2, subsequent_indent=indent + "    ", break_long_words=False, break_on_hyphens=False
-            )
-            command = " \\\n".join(fitting)
+            command = " \\\n".join(_wrap(command, width - 2, subsequent_indent=indent + "    "))
         lines += [*comments, command]
     return "\n".join(lines)
 
@@ -65,7 +65,5 @@ def _comment_above(line: str, width: int) -> list[str]:
     if not mark:
         return [line]
     indent = " " * (len(line) - len(line.lstrip())) + "# "
-    wrapped = textwrap.wrap(
-        comment, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    wrapped = _wrap(comment, width, initial_indent=indent, subsequent_indent=indent)
     return wrapped + ([code[1:].rstrip()] if code.strip() else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -61,4 +62,5 @@ def _after_defaults(text: str) -> str:
 
 
 def _indented(text: str) -> str:
-    return fold.yaml("\n".join(f"  {line}" if line else "" for line in text.strip().splitlines()))
+    """YAML, to the right, and folded to the terminal."""
+    return fold.yaml(textwrap.indent(text.strip(), "  "))
