@@ -41,7 +41,7 @@ demo: $(VENV)/.done
 	@echo "next: a longer training, make drafter; what each run wrote is in $(OUT)"
 
 FIRST := limit=4 sampling.max_tokens=32
-SHORT := train.max_steps=180 data.limit=192 data.held_out=12 eval.num_prompts=6
+SHORT := train.max_steps=220 data.limit=192 data.held_out=12 eval.num_prompts=6
 SECOND := limit=6 sampling.max_tokens=48
 
 ## make drafter     the EAGLE-3 drafter of docs/results.md: the whole demo
