@@ -35,6 +35,40 @@ def test_a_table_is_stacked_and_never_cut(width: int) -> None:
         assert len([line for line in text.splitlines() if line.startswith(" one")]) == 1
 
 
+def test_every_piece_of_a_stacked_table_names_its_rows() -> None:
+    table = new_table("title", ["dtype", "ours"], ["tokens/s", "ratio"])
+    table.add_row("float32", "ngram with its default", "1234.5", "1.84")
+    table.add_row("bfloat16", "none", "999.5", "0.84")
+    out = Console(width=34)
+    with out.capture() as captured:
+        for piece in fitted(table, out):
+            out.print(piece)
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= 34
+    for number in ("1234.5", "1.84"):
+        assert len([line for line in text.splitlines() if line.split()[:2] == ["float32", "ngram"] and number in line]) == 1
+    for number in ("999.5", "0.84"):
+        assert [line.split() for line in text.splitlines() if number in line] == [["bfloat16", "none", number]]
+
+
+def test_lines_are_folded_on_a_terminal_but_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which are copied; and in a file nothing is folded."""
+    note = "note: " + "a word " * 20
+    command = "python eval/run.py " + "task.path=somewhere " * 8
+    console.show(note.strip(), command.strip())
+    assert capsys.readouterr().out.splitlines() == [note.strip(), command.strip()]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
+    console.show(note.strip(), command.strip())
+    *folded, last = capsys.readouterr().out.splitlines()
+    assert len(folded) == 2
+    assert " ".join(folded) == note.strip()
+    assert last == command.strip()
+
+
 def test_progress_in_a_log_file_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console, "LOG_EVERY", 0.0)
     with console.one_bar("requests", 3) as advance:

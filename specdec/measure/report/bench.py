@@ -17,11 +17,9 @@ def bench_tables(results: dict[str, Any]) -> list[Table]:
 def _speed_table(results: dict[str, Any]) -> Table:
     machine = results["environment"]
     where = f"{machine['processor']}, torch {machine['torch']}, transformers {machine['transformers']}"
-    table = new_table(f"tokens/s, batch 1, prefill included ({where})", ["dtype", "threads"], [])
-    table.add_column("ours")
-    table.add_column("Hugging Face")
-    for head in ("tokens/s", "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"):
-        table.add_column(head, justify="right")
+    names = ["dtype", "threads", "ours", "Hugging Face"]
+    heads = ["tokens/s", "ratio (median)", "10 to 90 %", "by CPU time", "ratio (pooled)"]
+    table = new_table(f"tokens/s, batch 1, prefill included ({where})", names, heads)
     for line in results["speed"]:
         table.add_row(
             line["dtype"],
@@ -38,8 +36,8 @@ def _speed_table(results: dict[str, Any]) -> Table:
 
 
 def _batch_table(lines: list[dict[str, Any]]) -> Table:
-    heads = ["threads", "rows", "tokens/s", "outside forwards", "ms a step", "GB/s", "a sum's"]
-    table = new_table("batches, and time outside forwards", ["dtype", "method"], heads)
+    heads = ["tokens/s", "outside forwards", "ms a step", "GB/s", "a sum's"]
+    table = new_table("batches, and time outside forwards", ["dtype", "method", "threads", "rows"], heads)
     for line in lines:
         table.add_row(
             line["dtype"],

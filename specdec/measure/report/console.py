@@ -22,10 +22,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from specdec import fold
 from specdec.measure.report.table import fitted
 
 SPEED_PERIOD = 180.0  # seconds of which the time that is left is estimated: a training step may take ten
 LOG_EVERY = 30.0  # seconds between two lines of progress in a log file
+COMMAND = "python "  # begins a line that is to be copied, and so is not folded
 FILE_WIDTH = 160  # of output that is no terminal, unless COLUMNS says another
 
 
@@ -123,4 +125,6 @@ def show(*parts: Any) -> None:
         console.width = FILE_WIDTH
     for part in parts:
         for piece in fitted(part, console) if isinstance(part, Table) else [part]:
+            if isinstance(piece, str) and console.is_terminal and not piece.startswith(COMMAND):
+                piece = fold.docstring(piece, console.width)
             console.print(piece, soft_wrap=isinstance(piece, str))

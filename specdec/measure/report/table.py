@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
+
+PADDING = 3  # around a column
 
 
 def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: str | None = None) -> Table:
@@ -31,37 +34,60 @@ def new_table(title: str, left: Iterable[str], right: Iterable[str], caption: st
 
 
 def fitted(table: Table, console: Console) -> list[Any]:
-    """The table; or, where it is wider than the console, its columns in several tables, each of which begins with the first
-    column. Heads are wrapped between words; numbers are never cut. Then the caption, as wide as the console."""
+    """The table; or, where it is wider than the console, its columns in several tables, each of which begins with the columns
+    that name a row: those aligned to the left, before the first that is not. Heads and names are wrapped between words; numbers
+    are never cut. Then the caption, as wide as the console."""
     caption = [] if table.caption is None else [Text(str(table.caption), style="dim")]
     table.caption = None
     if Measurement.get(console, console.options.update_width(10_000), table).maximum <= console.width:
         return [table, *caption]
+    num_names = max(1, len(list(itertools.takewhile(lambda column: column.justify == "left", table.columns))))
+    names = table.columns[:num_names]
+    others = table.columns[num_names:]
+    room = console.width - len(names) * PADDING - max(map(_width, others), default=0)
+    name_widths = _narrowed(names, room)
+    taken = sum(name_widths) + len(names) * PADDING
     pieces: list[list[Column]] = [[]]
-    for column in table.columns[1:]:
-        if pieces[-1] and sum(map(_width, [table.columns[0], *pieces[-1], column])) > console.width:
+    for column in others:
+        if pieces[-1] and taken + sum(map(_width, [*pieces[-1], column])) > console.width:
             pieces.append([])
         pieces[-1].append(column)
-    tables = [_with_columns([table.columns[0], *piece], table) for piece in pieces]
+    tables = [_with_columns([*names, *piece], [*name_widths, *map(_inner_width, piece)], table) for piece in pieces]
     tables[0].title = table.title
     return [*tables, *caption]
 
 
 def _width(column: Column) -> int:
     """Of a column with its padding, if its head is wrapped between words."""
-    return _inner_width(column) + 3
+    return _inner_width(column) + PADDING
+
+
+def _narrowed(columns: Sequence[Column], room: int) -> list[int]:
+    """Widths of the columns that sum to no more than room, if no word has to be cut for it: lines are wrapped between words."""
+    widths = [_inner_width(column) for column in columns]
+    longest_word = [
+        _longest(word for cell in (column.header, *column.cells) for word in str(cell).split()) for column in columns
+    ]
+    while sum(widths) > max(room, sum(longest_word)):
+        spare = [width - least for width, least in zip(widths, longest_word, strict=True)]
+        widths[spare.index(max(spare))] -= 1
+    return widths
 
 
 def _inner_width(column: Column) -> int:
-    return max(map(cell_len, [*str(column.header).split(), *map(str, column.cells)]), default=0)
+    return _longest([*str(column.header).split(), *map(str, column.cells)])
 
 
-def _with_columns(columns: Sequence[Column], table: Table) -> Table:
-    """A table of these columns, no wider than they need to be, without a title."""
+def _longest(texts: Iterable[str]) -> int:
+    return max(map(cell_len, texts), default=0)
+
+
+def _with_columns(columns: Sequence[Column], widths: Sequence[int], table: Table) -> Table:
+    """A table of these columns, so wide, without a title."""
     piece = new_table("", (), ())
     piece.title = None
-    for column in columns:
-        piece.add_column(column.header, justify=column.justify, width=_inner_width(column))
+    for column, width in zip(columns, widths, strict=True):
+        piece.add_column(column.header, justify=column.justify, width=width)
     lines = zip(*(column.cells for column in columns), strict=True)
     for row, line in zip(table.rows, lines, strict=True):
         piece.add_row(*line, style=row.style, end_section=row.end_section)
