@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from specdec.measure.report import console
+from specdec.measure.report.figure import integer_ticks
 from specdec.measure.report.table import fitted, method_words, new_table
 from specdec.measure.report.training import plot_training
 
@@ -67,6 +68,14 @@ def test_lines_are_folded_on_a_terminal_but_commands(
     assert len(folded) == 2
     assert " ".join(folded) == note.strip()
     assert last == command.strip()
+
+
+def test_ticks_are_whole_numbers_for_a_single_one_too() -> None:
+    axis = Figure().subplots()
+    axis.plot([1], [0.5], marker="o")
+    integer_ticks(axis)
+    low, high = axis.get_xlim()
+    assert [tick for tick in axis.get_xticks() if low <= tick <= high] == [1]
 
 
 def test_progress_in_a_log_file_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,5 +88,5 @@ def log_scale(axis: Any, which: str) -> None:
 
 
 def integer_ticks(axis: Any, which: str = "x") -> None:
-    """Ticks at whole numbers only. which: "x" or "y"."""
-    getattr(axis, f"{which}axis").get_major_locator().set_params(integer=True)
+    """Ticks at whole numbers only, even where there is but one. which: "x" or "y"."""
+    getattr(axis, f"{which}axis").get_major_locator().set_params(integer=True, min_n_ticks=1)
