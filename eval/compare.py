@@ -1,7 +1,7 @@
 """Several runs of eval/run.py in one table, one plot and one page.
 
     python eval/compare.py outputs/demo-llama-ngram-standard/latest outputs/demo-llama-suffix-standard/latest
-    python eval/compare.py outputs/demo-llama-sweep-method/latest/* --out outputs/comparison --anyway
+    python eval/compare.py outputs/demo-llama-sweep-method/latest/*/ --out outputs/comparison --anyway
 
 Refuses to compare runs whose target, prompts, sampling or rejection differ, except with `--anyway`.
 """

@@ -61,8 +61,9 @@ def chosen(words: list[str]) -> tuple[Path, list[str]]:
     if first == "train":
         scripts = scripts_of("train")
         if not rest or rest[0] not in scripts:
-            name = rest[0] if rest else ""
-            raise ValueError(f"specdec train {name}: no such script; {nearest(name, scripts)}")
+            if not rest or "=" in rest[0]:
+                raise ValueError(f"specdec train: which script? give one of {', '.join(scripts)}, as in `specdec train eagle`")
+            raise ValueError(f"specdec train {rest[0]}: no such script; {nearest(rest[0], scripts)}")
         return scripts[rest[0]], rest[1:]
     scripts = scripts_of("train") | scripts_of("eval")
     if first not in scripts:

@@ -518,8 +518,7 @@ class Engine:
         p_BJV = sampling.probs(flat_NV, params, row_N, max_N).view_as(logits_BJV)
         verdict = self.verifier(draft, p_BJV, self._verify_uniforms(rows, draft))
         is_finite_B = (is_left_BJ if raw_max_N is None else sampling.finite(raw_max_N).view(num_rows, -1)).all(1)
-        is_beyond_BJ = torch.arange(num_positions, device=max_N.device) > verdict.num_accepted_B.unsqueeze(1)
-        is_left_B = (is_left_BJ | is_beyond_BJ).all(1)
+        is_left_B = (is_left_BJ | ~verdict.visited_BJ(num_positions)).all(1)
         token_B = torch.where(is_finite_B, torch.where(is_left_B, verdict.token_B, NOTHING_LEFT), TARGET_NOT_FINITE)
         columns = [verdict.num_accepted_B.unsqueeze(1), token_B.unsqueeze(1), _tokens_for_host(draft)]
         if verdict.path_BK is not None:

@@ -46,19 +46,19 @@ def one_line() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def a_plot_is_drawn_once() -> Iterator[None]:
+def a_plot_is_made_once() -> Iterator[None]:
     """Half the time of a short run is that of its plots: the first of each name is drawn, and later ones are copies of it."""
     savefig = Figure.savefig
-    drawn: dict[str, bytes] = {}
+    pngs: dict[str, bytes] = {}
 
     def save(figure: Figure, path: Any, **how: Any) -> None:
         if not isinstance(path, Path):
             savefig(figure, path, **how)
-        elif path.name in drawn:
-            path.write_bytes(drawn[path.name])
+        elif path.name in pngs:
+            path.write_bytes(pngs[path.name])
         else:
             savefig(figure, path, **how)
-            drawn[path.name] = path.read_bytes()
+            pngs[path.name] = path.read_bytes()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)

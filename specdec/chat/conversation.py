@@ -70,6 +70,28 @@ def alpaca_prompt(row: dict[str, Any]) -> Any:
     return f"{instruction}\n\nInput:\n{text}" if isinstance(text, str) and text.strip() else instruction
 
 
+def _turns_alone(row: Any) -> tuple[Any, set[str]]:
+    """The user turns of a row that has no answers, and their columns; no columns if it has a conversation, or no turns."""
+    if not isinstance(row, dict):
+        return None, set()
+    if "turns" in row:
+        return row["turns"], {"turns"}
+    if {key for key, value in row.items() if value is not None} & {"messages", "conversations", "response", "output"}:
+        return None, set()
+    prompt, columns = prompt_of(row)
+    return [prompt], columns
+
+
+def prompt_of(row: dict[str, Any]) -> tuple[Any, set[str]]:
+    """The one prompt of a row that has it in a column of its own, and the columns that it is of; None if there is none."""
+    column = next((name for name in ("prompt", "question", "instruction") if name in row), None)
+    if column == "instruction":
+        return alpaca_prompt(row), {"instruction", "input"}
+    if column is None or not isinstance(row[column], str):
+        return None, set()
+    return row[column], {column}
+
+
 def text_of_parts(content: Any) -> Any:
     """The text of a list of OpenAI's content parts; anything else as it is. Raises ValueError for a part that is no text."""
     if not isinstance(content, list) or not content:
@@ -85,18 +107,18 @@ def text_of_parts(content: Any) -> Any:
 
 
 def conversation_without_answers(row: Any, tokenizer: Any) -> Conversation:
-    """The prompts of a row: a leading system message and the user turns (`turns`, or a conversation without its answers), and
-    the tools.
+    """The prompts of a row: a leading system message and the user turns (`turns`, one prompt, or a conversation without its
+    answers), and the tools.
 
     Raises ValueError with the reason if there are none, or a message would be lost.
     """
-    if isinstance(row, dict) and "turns" in row:
-        turns = row["turns"]
+    turns, columns = _turns_alone(row)
+    if columns:
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError("turns are not a list of texts")
-        other = {key: row[key] for key in row if key not in ("turns", "messages")}
+        other = {key: row[key] for key in row if key not in (*columns, "messages")}
         conversation = conversation_of(other | {"messages": [{"role": "user", "content": turn} for turn in turns]})
-        unused = conversation.unused | unused_fields(row, {*other, "turns"})
+        unused = conversation.unused | unused_fields(row, {*other, *columns})
     else:
         conversation = conversation_of(row)
         unused = conversation.unused

@@ -29,6 +29,7 @@ from specdec.files import folder, write_atomically
 from specdec.script import fail, is_main_process, one_line
 
 CONF = folder("conf")
+INPUT_FILES = ("task.path", "prompts")  # keys whose values are files
 NOT_RESUMED = {  # pages whose runs cannot go on, and why
     "load": "a run under load cannot go on, since its clock has stopped",
     "choose": "a run under load cannot go on, since its clock has stopped",
@@ -174,7 +175,8 @@ def _record(page: str, composed: DictConfig) -> Any:
 
 
 def _check_paths(page: str, composed: DictConfig) -> None:
-    """Raise ValueError for a directory that is taken, or a model that is not there, before anything large is imported."""
+    """Raise ValueError for a directory that is taken, or a file or model that is not there, before anything large is
+    imported."""
     directory = composed.get("out_dir")
     resume = composed.get("resume")  # of pages that make a run; where it is refused, the record says why
     is_run = isinstance(resume, bool) and not (resume and page in NOT_RESUMED)
@@ -184,6 +186,10 @@ def _check_paths(page: str, composed: DictConfig) -> None:
         value = OmegaConf.select(composed, key)
         if isinstance(value, str) and value.strip():
             hub.locate(value, key.partition(".")[0])
+    for key in INPUT_FILES:
+        value = OmegaConf.select(composed, key)
+        if isinstance(value, str) and value.strip() and not Path(value).exists():
+            raise ValueError(f"{key}={value}: no such file")
 
 
 def _name_by_object(composed: DictConfig) -> None:

@@ -108,7 +108,7 @@ def plan(
         topk = 1 + max(max(ranks) for ranks in shape)
     else:
         assert tree_topk is not None
-        topk = tree_topk
+        topk = min(tree_topk, num_speculative_tokens)  # more of a level would not be among the best
         depth = min(tree_depth or min(DEPTH, max_depth or DEPTH), num_speculative_tokens)
         shape = []
     if max_depth is not None and depth > max_depth:
@@ -134,10 +134,13 @@ def read_shape(text: str | Sequence[Sequence[int]]) -> list[Ranks]:
         shape = [tuple(path) for path in paths]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(f'{key}={str(text)[:60]!r} is no list of paths, such as "[(0,), (1,), (0, 0)]"') from None
-    if not shape or any(not path or any(type(rank) is not int or rank < 0 for rank in path) for path in shape):
-        raise ValueError(f"{key}: every path is one or more ranks from 0 on, such as (0, 1)")
-    if len(set(shape)) < len(shape):
-        raise ValueError(f"{key} has a path twice; leave one out")
+    if not shape:
+        raise ValueError(f'{key}={str(text)[:60]!r} has no paths; give some, such as "[(0,), (1,), (0, 0)]"')
+    for place, path in enumerate(shape):
+        if not path or any(type(rank) is not int or rank < 0 for rank in path):
+            raise ValueError(f"{key}: {str(path)[:60]} is no path of one or more ranks from 0 on, such as (0, 1)")
+        if path in shape[:place]:
+            raise ValueError(f"{key} has the path {str(path)[:60]} twice; leave one out")
     for path in shape:
         for missing in (path[:-1], (*path[:-1], path[-1] - 1)):
             if missing and missing[-1] >= 0 and missing not in shape:

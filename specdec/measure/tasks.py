@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec import script
-from specdec.chat.conversation import alpaca_prompt, drop_nulls, parse_message, parse_tools, unused_fields, unused_note
+from specdec.chat.conversation import drop_nulls, parse_message, parse_tools, prompt_of, unused_fields, unused_note
 from specdec.checked import short_repr
 from specdec.core import Request
 from specdec.engine import Engine
@@ -117,10 +117,10 @@ def _turns(row: dict[str, Any]) -> tuple[Any, Any, set[str], set[str]]:
     system = row.get("system")
     column = next((name for name in PROMPTS if name in row), "")
     value = row.get(column)
-    if column == "instruction":
-        return [alpaca_prompt(row)], system, {"instruction", "input"}, set()
-    if isinstance(value, str) and column in ("prompt", "question"):
-        return [value], system, {column}, set()
+    if column in ("prompt", "question", "instruction"):
+        prompt, columns = prompt_of(row)
+        if prompt is not None:
+            return [prompt], system, columns, set()
     if column == "turns" or not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         return value, system, {column}, set()
     turns = []

@@ -144,11 +144,12 @@ def read_prompts(path: Path, limit: int | None, tokenizer: Any) -> list[Task]:
         name = ids.unique(str(row.get("id", where)))
         conversations.append(Task(name, str(row.get("category", "all")), turns, system, tools))
     if left_out:
-        print(f"note: {left_out.total()} rows of {path} were left out: {dict(left_out)}")
+        reasons = "; ".join(f"{count} with {reason}" for reason, count in left_out.most_common())
+        print(f"note: {left_out.total()} rows of {path} were left out: {reasons}")
     if unused:
         print(f"note: {unused_note(unused)}")
     if not conversations:
-        raise ValueError(f"prompts={path}: no row with user turns")
+        raise ValueError(f"prompts={path}: no row with user turns; give rows with one of {', '.join(tasks.PROMPTS)}")
     return conversations[:limit]
 
 

@@ -88,7 +88,7 @@ def synthesize(cfg: pages.Prepare, engine: Engine, openings: list[dict[str, Any]
     """Let the target write user turns into a file beside `out`, or go on with that file; returns its path. Raises ValueError if
     too few of them are usable."""
     target = engine.target
-    count = cfg.synthesize.count
+    count = min(cfg.synthesize.count, cfg.limit or cfg.synthesize.count)
     out = Path(cfg.out)
     path = out.with_name(f"{out.name}.prompts.jsonl")
     identity = {

@@ -1003,6 +1003,21 @@ def test_prompts_that_cannot_be_answered_are_left_out(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "out.jsonl")[1:] == rows
 
 
+def test_prompts_are_read_as_tasks_are(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Hello?", "system": "Be brief."}, {"question": "Who?"}, {"instruction": "Add.", "input": "1 2"},
+        {"instruction": "Add.", "input": "1 2", "output": None}, {"instruction": "Sing.", "output": "La."},
+    ]  # fmt: skip
+    jsonl(tmp_path / "prompts.jsonl", rows)
+    done = call("prepare", *SETTINGS, cwd=tmp_path)
+    assert done.code == 0, done.err
+    turns = [[each["content"] for each in row["messages"][:-1]] for row in lines_of(tmp_path / "out.jsonl")[1:]]
+    assert sorted(turns) == sorted(
+        [["Be brief.", "Hello?"], ["Who?"], ["Add.\n\nInput:\n1 2"], ["Add.\n\nInput:\n1 2"], ["Sing."]]
+    )
+    assert "left out" not in done.out
+
+
 def test_a_leading_system_message_is_kept(tmp_path: Path) -> None:
     """It is part of the prompt of every turn, and of the row's messages; it is never supervised."""
     system = {"role": "system", "content": "Be brief."}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec import hub, method, rejection
+from specdec import LLM, hub, method, rejection
 from specdec.checkpoint import causal_lm
 from specdec.core import Policy, Request
 from specdec.drafter.base import Init
@@ -110,6 +111,34 @@ def test_settings_that_leave_no_token_are_not_the_models_fault(one_line: Callabl
     assert "fetch the model" not in line
     run = engine(table([0.0, 1e35, 0.0, 0.0, 0.0, 0.0]))
     one_line(lambda: list(run.run([request("a", [1, 2], repetition_penalty=1e-4)])), "request a", "leave no token")
+
+
+@pytest.mark.parametrize("scheme", ["standard", "block", "match", "gumbel"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree_topk", [None, 3])
+def test_a_node_without_a_token_left_counts_if_it_is_reached(
+    scheme: str, temperature: float, tree_topk: int | None, one_line: Callable[..., str]
+) -> None:
+    """After an `a` nothing may follow, and `b` is by far the likeliest; what is drafted has both, in one order or the other."""
+    a, b, other = 64, 65, 67
+    lookup = {"num_speculative_tokens": 12, "prompt_lookup_min": 1, "prompt_lookup_max": 1, "tree_topk": tree_topk}
+    method = {"method": "ngram", **{key: value for key, value in lookup.items() if value is not None}}
+
+    def outputs(prompt: list[int], bad_words: list[str], settings: dict[str, Any]) -> list[int]:
+        config = settings | {"rejection_sample_method": scheme}
+        llm = LLM("tiny-llama", dtype="float32", device="cpu", num_threads=1, speculative_config=config)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=6, allowed_token_ids=[a, b], logit_bias={b: 50.0}, bad_words=bad_words,
+            ignore_eos=True, seed=0,
+        )  # fmt: skip
+        return list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    reached = ([b, b, other, b, b, other, b, a, other], ["aa", "ab", "bb"])
+    for settings in ({"method": "none"}, method):
+        failing = partial(outputs, *reached, settings)
+        one_line(failing, "request 0, after 1", "leave no token that can be sampled")
+    not_reached = ([b, a, other, b, a, other, b, b, other], ["aa", "ab"])
+    assert outputs(*not_reached, method) == [b] * 6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

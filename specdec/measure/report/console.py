@@ -20,7 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from specdec import fold
 from specdec.measure.report.table import fitted
@@ -38,7 +38,9 @@ class Bars(Progress):
     def __init__(self, before: str | None, after: str | None, visible: bool = True):
         console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        columns = [*([TextColumn(before)] if before else []), *bar, *([TextColumn(after)] if after else [])]
+        # a terminal too narrow for all of it wraps the note, and cuts no number
+        note = TextColumn(after or "", table_column=Column(no_wrap=False))
+        columns = [*([TextColumn(before)] if before else []), *bar, *([note] if after else [])]
         is_hidden = not visible or not console.is_terminal
         super().__init__(*columns, console=console, disable=is_hidden, speed_estimate_period=SPEED_PERIOD)
         self.logs = visible and not console.is_terminal
