@@ -46,7 +46,7 @@ def one_line() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def a_plot_is_made_once() -> Iterator[None]:
+def one_plot_of_each_name() -> Iterator[None]:
     """Half the time of a short run is that of its plots: the first of each name is drawn, and later ones are copies of it."""
     savefig = Figure.savefig
     pngs: dict[str, bytes] = {}
