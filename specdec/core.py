@@ -167,17 +167,12 @@ class Verdict:
     def visited_BJ(self, num_positions: int) -> Tensor:
         """[B, J] whether a token was taken at each position of the verification: the last committed token's, which is the
         first, and those of the accepted draft tokens."""
-        is_accepted_BK = torch.arange(num_positions - 1, device=self.token_B.device) < self.num_accepted_B.unsqueeze(1)
-        is_first_B1 = torch.ones_like(self.token_B, dtype=torch.bool).unsqueeze(1)
-        visited_BJ = torch.cat([is_first_B1, is_accepted_BK], 1)
-        if self.path_BK is None:
-            return visited_BJ
-        place_BK = torch.where(is_accepted_BK, 1 + self.path_BK, 0)
-        return (
-            visited_BJ.new_zeros(visited_BJ.shape)
-            .scatter_(1, place_BK, True)
-            .logical_or_(torch.arange(num_positions, device=place_BK.device) == 0)
-        )
+        place_K = torch.arange(num_positions - 1, device=self.token_B.device)
+        is_accepted_BK = place_K < self.num_accepted_B.unsqueeze(1)
+        node_BK = place_K if self.path_BK is None else self.path_BK
+        visited_BJ = is_accepted_BK.new_zeros(len(self.token_B), num_positions)
+        visited_BJ[:, 0] = True
+        return visited_BJ.scatter_(1, torch.where(is_accepted_BK, 1 + node_BK, 0), True)
 
 
 @dataclass
