@@ -1,7 +1,7 @@
 """`specdec NAME ...` is `python eval/NAME.py ...` or `python train/NAME.py ...`, from any directory.
 
 specdec eval method=suffix           eval/run.py
-specdec train eagle model=llama      train/eagle.py; also mtp, mlp, medusa, draft_model, pard
+specdec train eagle model=llama      train/eagle.py; also mtp, mlp, medusa, dflash, draft_model, pard
 specdec compare RUN RUN              every other script by its own name
 """
 

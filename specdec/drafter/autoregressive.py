@@ -25,7 +25,7 @@ from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
 from specdec.drafter.tree import Level
 from specdec.model.attention import Attention, SlotAttention
-from specdec.model.kv import CAUSAL, ForwardBatch, SlotCache, pack_ragged
+from specdec.model.kv import CAUSAL, ForwardBatch, SlotCache, Visibility, pack_ragged
 from specdec.model.target import CausalLM
 
 PREFILL_CHUNK = 512
@@ -94,9 +94,10 @@ def _number(config: Any, key: str) -> int | None:
 class AttentionLayer(nn.Module):
     """Projections of one attention layer, around an attention object: of a slot cache, or of unrolled training."""
 
-    def __init__(self, config: Any, in_features: int, qk_norm: bool, layer: int = 0):
+    def __init__(self, config: Any, in_features: int, qk_norm: bool, layer: int = 0, sliding_window: int | None = None):
         super().__init__()
         self.layer = layer
+        self.sliding_window = sliding_window
         self.width: int = config.head_dim
         self.q_proj = nn.Linear(in_features, config.num_attention_heads * self.width, bias=False)
         self.k_proj = nn.Linear(in_features, config.num_key_value_heads * self.width, bias=False)
@@ -108,24 +109,32 @@ class AttentionLayer(nn.Module):
     def forward(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor, attention: Attention, rows: Tensor | None = None) -> Tensor:
         """rows: the tokens whose output is computed; None: all. Keys and values are of all."""
         query = self.q_proj(x_ND if rows is None else x_ND[rows]).unflatten(-1, (-1, self.width))
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        query = _rotate(query, cos_N if rows is None else cos_N[rows], sin_N if rows is None else sin_N[rows])
+        key, value = self.key_and_value(x_ND, cos_N, sin_N)
+        attention.write_kv(self.layer, key, value)
+        out = attention.attend(self.layer, query.to(value.dtype), self.width**-0.5, self.sliding_window)
+        return self.o_proj(out.flatten(1))
+
+    def key_and_value(self, x_ND: Tensor, cos_N: Tensor, sin_N: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, G, W] each, the key at its position."""
         key = self.k_proj(x_ND).unflatten(-1, (-1, self.width))
         value = self.v_proj(x_ND).unflatten(-1, (-1, self.width))
-        if self.q_norm is not None and self.k_norm is not None:
-            query = self.q_norm(query)
+        if self.k_norm is not None:
             key = self.k_norm(key)
-        query = _rotate(query, cos_N if rows is None else cos_N[rows], sin_N if rows is None else sin_N[rows])
-        key = _rotate(key, cos_N, sin_N)
-        attention.write_kv(self.layer, key.to(value.dtype), value)
-        return self.o_proj(attention.attend(self.layer, query.to(value.dtype), self.width**-0.5).flatten(1))
+        return _rotate(key, cos_N, sin_N).to(value.dtype), value
 
 
 class Layer(nn.Module):
     """A Llama or Qwen3 decoder layer. first_norm: false leaves out the norm in front of the attention (EAGLE-1)."""
 
-    def __init__(self, shape: Any, qk_norm: bool = False, layer: int = 0, first_norm: bool = True):
+    def __init__(
+        self, shape: Any, qk_norm: bool = False, layer: int = 0, first_norm: bool = True, sliding_window: int | None = None
+    ):
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps) if first_norm else None
-        self.self_attn = AttentionLayer(shape, shape.hidden_size, qk_norm, layer)
+        self.self_attn = AttentionLayer(shape, shape.hidden_size, qk_norm, layer, sliding_window)
         self.post_attention_layernorm = LlamaRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = LlamaMLP(shape)
 
@@ -326,15 +335,22 @@ class AutoregressiveDrafter(Drafter):
         return state_ND[batch.logits_at_N], feedback_ND[batch.logits_at_N]
 
     def batch(
-        self, rows: np.ndarray, start_B: np.ndarray, count_B: np.ndarray, output_at: np.ndarray, level: Level | None = None
+        self,
+        rows: np.ndarray,
+        start_B: np.ndarray,
+        count_B: np.ndarray,
+        output_at: np.ndarray,
+        level: Level | None = None,
+        visibility: Visibility = CAUSAL,
     ) -> ForwardBatch:
-        """The forward of these rows; the rows between them take part with no tokens."""
+        """The forward of these rows; the rows between them take part with no tokens. visibility: unless there is a level."""
         first = int(rows[0])
         start_R = np.zeros(int(rows[-1]) + 1 - first, dtype=np.int64)
         count_R = np.zeros_like(start_R)
         start_R[rows - first] = start_B
         count_R[rows - first] = count_B
-        visibility = CAUSAL if level is None else level.visibility(rows - first, len(start_R))
+        if level is not None:
+            visibility = level.visibility(rows - first, len(start_R))
         return ForwardBatch(self.cache, first, start_R, count_R, visibility, logits_at_N=output_at)
 
     # ---------------------------------------------------------------- training

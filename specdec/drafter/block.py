@@ -30,7 +30,7 @@ from specdec.drafter.trainable import UnrolledDrafter
 from specdec.drafter.tree import Level
 
 
-class BlockObjective(Checked):
+class DepthObjective(Checked):
     """What is trained at which depth.
 
     num_depths: tokens that are trained, that of the row itself included.
@@ -84,8 +84,8 @@ class BlockLayout:
 
 
 class BlockDrafter(UnrolledDrafter):
-    """Drafting and training of a drafter that drafts a block in one pass. A method names it before its family, as in
-    `class PEagle(BlockDrafter, Eagle3)`, and adds `block_logits`."""
+    """Drafting of a drafter that drafts a block in one pass. A method names it, or `DepthDrafter`, before its family, as in
+    `class PEagle(DepthDrafter, Eagle3)`, and adds `block_logits`."""
 
     tree_builder = "best_first"
 
@@ -149,7 +149,9 @@ class BlockDrafter(UnrolledDrafter):
             )
         self.max_draft_tokens = num_depths
 
-    # ---------------------------------------------------------------- training
+
+class DepthDrafter(BlockDrafter):
+    """A block drafter that learns from masks at several depths, each of which sees what is before it."""
 
     def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
         super().for_training(objective, init, feature_sample, warm_start)

@@ -21,7 +21,7 @@ from specdec.core import MethodFacts, Proposer
 from specdec.model.target import CausalLM
 from specdec.params import PLAIN as PLAIN
 
-NOT_BUILT = ("dflash", "dspark")  # methods of vLLM that are recognised and refused
+NOT_BUILT = ("dspark",)  # methods of vLLM that are recognised and refused
 
 
 def names() -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec.checkpoint import causal_lm, hf_common
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, MethodFacts
-from specdec.drafter.block import BlockDrafter, BlockLayout, BlockObjective
+from specdec.drafter.block import BlockLayout, DepthDrafter, DepthObjective
 from specdec.method import draft_model
 from specdec.method.draft_model import DraftModel
 from specdec.model.target import CausalLM
@@ -29,14 +29,14 @@ class Architecture(draft_model.Architecture):
     pard_token: int | None = Field(None, ge=0)
 
 
-class Objective(BlockObjective):
+class Objective(DepthObjective):
     """As that of every drafter that drafts a block in one pass: num_depths is the most tokens of a draft, and depth_warmup
     trains a draft model."""
 
     mask_outside_vocab: ClassVar[bool] = False
 
 
-class Pard(BlockDrafter, DraftModel):
+class Pard(DepthDrafter, DraftModel):
     """Settings as those of `draft_model`; pard_token: the mask token (an id of the draft model's), if the model's config.json
     does not name it."""
 

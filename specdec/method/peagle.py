@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specdec.core import Context, MethodFacts
 from specdec.drafter import block, losses, unroll
 from specdec.drafter.batch import Batch
-from specdec.drafter.block import BlockDrafter, BlockLayout, BlockObjective
+from specdec.drafter.block import BlockLayout, DepthDrafter, DepthObjective
 from specdec.method import eagle3
 from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
@@ -28,14 +28,14 @@ class Architecture(eagle3.Architecture):
     mask_token_id: int | None = Field(None, ge=0)
 
 
-class Objective(BlockObjective):
+class Objective(DepthObjective):
     """As that of every drafter that drafts a block in one pass; mask_outside_vocab: as in EAGLE-3."""
 
     loss: losses.Terms = Field({"ce": 1.0})
     mask_outside_vocab: bool = True
 
 
-class PEagle(BlockDrafter, Eagle3):
+class PEagle(DepthDrafter, Eagle3):
     name = "peagle"
     facts = MethodFacts(
         runs_model=True,

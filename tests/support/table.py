@@ -385,6 +385,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for size in ("fresh", "fresh-reduced")
     }
     | {"greedy-trees-peagle": _K | _TREE | {"model": "fresh-reduced"}},
+    "dflash": {
+        f"{how}-dflash-{size}": _K | {"model": size, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for size in ("fresh", "fresh-reduced")
+    }
+    | {"greedy-trees-dflash": _K | _TREE | {"model": "fresh-reduced"}},
     "mtp": {
         f"{how}-mtp-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")
