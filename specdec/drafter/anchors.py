@@ -1,8 +1,9 @@
 """Blocks that begin at anchors: how a drafter of blocks that reads target states (DFlash 2602.06036) learns.
 
-An anchor is a token of the data that was generated and is followed by one that was. Its block is the anchor and the masks behind
-it, at the positions that follow. A token of the block sees the target's states before the anchor and its own block, in both
-directions unless it is causal; the anchor's own state does not exist when the anchor is drafted from. A block never sees another.
+An anchor is a token of the data that was generated and is followed by one that was. Its block is the anchor and the masks
+behind it, at the positions that follow. A token of the block sees the target's states before the anchor and its own block, in
+both directions unless it is causal. It never sees another block, nor the anchor's own state, which does not exist yet when the
+drafter drafts.
 
 Rows are those of `specdec.drafter.unroll` with a label_offset of 1: row p is the block whose anchor is at p, and its step k
 predicts token p+1+k.
@@ -26,8 +27,8 @@ from specdec.drafter import unroll
 def num_steps(
     names: Sequence[str], length_B: np.ndarray, mask_N: np.ndarray, most: int, num_anchors: int, seed: int | str
 ) -> np.ndarray:
-    """[N] tokens that the block at each place learns to draft, 0 where there is no anchor: up to `most`, and none beyond a token
-    that was not generated.
+    """[N] tokens that the block at each place learns to draft, 0 where there is no anchor: up to `most`, and none beyond a
+    token that was not generated.
 
     names, length_B, mask_N: of the samples, which lie end to end: name, length, whether each token was generated.
     num_anchors: of each sample, at most; they are sampled by its name, so that the batch and the process do not matter.
@@ -56,13 +57,22 @@ class BlockAttention:
     first_N: for every token of the batch, where its document begins.
     num_tokens: of a block.
     is_causal: a token sees those of its block up to itself.
+    kernel: as `unroll.attention`.
     """
 
-    def __init__(self, anchor_A: np.ndarray, first_N: np.ndarray, num_tokens: int, is_causal: bool = False):
+    def __init__(
+        self,
+        anchor_A: np.ndarray,
+        first_N: np.ndarray,
+        num_tokens: int,
+        is_causal: bool = False,
+        kernel: Any = unroll.attention,
+    ):
         self.anchor_A = anchor_A
         self.first_N = first_N
         self.num_tokens = num_tokens
         self.is_causal = is_causal
+        self.kernel = kernel
         self.context: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, of the batch's tokens
         self.block: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -89,16 +99,13 @@ class BlockAttention:
         out = []
         for j, query_AHW in enumerate(query_NHW.split(size)):
             seen = slice(0, j + 1 if self.is_causal else self.num_tokens)
-            # what is before the anchor, and the tokens of the block as if they were steps
-            out.append(
-                unroll.attention(
-                    query_AHW, *self.context[layer], list(keys[seen]), list(values[seen]), self.anchor_A - 1, self.first_N, scaling
-                )
-            )
+            # rows right before the anchors, and the tokens of the blocks as if they were steps
+            in_block = list(keys[seen]), list(values[seen])
+            out.append(self.kernel(query_AHW, *self.context[layer], *in_block, self.anchor_A - 1, self.first_N, scaling))
         return torch.cat(out)
 
     def attend_reference(self, layer: int, query_NHW: Tensor, scaling: float, sliding_window: int | None = None) -> Tensor:
-        """`attend` with one dense mask, which may have a sliding window: so many positions up to a token's own, and later ones."""
+        """`attend` with one dense mask. sliding_window: a token sees so many positions up to its own, and all later ones."""
         repeat = query_NHW.shape[1] // self.block[layer][0].shape[1]
         keys, values = (
             torch.cat([context, block]).repeat_interleave(repeat, 1)
@@ -122,7 +129,7 @@ class BlockAttention:
             block_MM &= offset_M <= offset_M[:, None]
         if sliding_window is not None:
             context_MN &= place_N > place_M1 - sliding_window
-            block_MM &= place_M1.T > place_M1 - sliding_window
+            block_MM &= place_M1 - sliding_window < place_M1.T
         return np.concatenate([context_MN, block_MM], 1)
 
 

@@ -6,9 +6,9 @@
     logits = output layer (norm(block))
 
 The keys and values of a c depend on nothing that follows, so each layer keeps them in a slot cache; those of a block are
-overwritten by the next. The context is not normed by a layer's input norm, the block is. Fill-in (z-lab's, and the default): the
-masks draft a token each. From the anchor (DeepSpec's, `sample_from_anchor`): the last committed token drafts one too, so a draft
-takes a token less. Drafting in one pass: `specdec.drafter.block`; training: `specdec.drafter.anchors`.
+overwritten by the next. The context is not normed by a layer's input norm, the block is. Fill-in (z-lab's, and the default):
+the masks draft a token each. From the anchor (DeepSpec's, `sample_from_anchor`): the last committed token drafts one too, so a
+block is a token shorter than with fill-in. Drafting in one pass: `specdec.drafter.block`; training: `specdec.drafter.anchors`.
 
 Tensors have the names of z-lab's checkpoints, config keys those of `speculators`.
 """
@@ -145,7 +145,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         eps = self.shape.rms_norm_eps
         self.fc = nn.Linear(len(self.hidden_layers) * width, width, bias=False)
         self.hidden_norm = LlamaRMSNorm(width, eps)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             Layer(self.shape, architecture.layer_type == "qwen3", i, sliding_window=architecture.sliding_window)
             for i in range(architecture.num_hidden_layers)
         )
@@ -230,16 +230,14 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
 
     def plan(self, batch: Batch, num_steps: int, seed: int | str) -> unroll.Plan:
         """The blocks of a sample are drawn anew in every step of the run."""
-        num_steps_N = anchors.num_steps(
-            batch.ids, batch.length_B, batch.mask_N, num_steps, self.objective.num_anchors, seed
-        )
+        num_steps_N = anchors.num_steps(batch.ids, batch.length_B, batch.mask_N, num_steps, self.objective.num_anchors, seed)
         return unroll.plan(batch.length_B, batch.mask_N, num_steps, self.label_offset, num_steps_N)
 
-    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0) -> list[Tensor]:
+    def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0, kernel: Any = unroll.attention) -> list[Tensor]:
         anchor_A = plan.steps[0].rows
         position_N = np.arange(len(plan.first_N)) - plan.first_N
         num_tokens = len(plan.steps) + self.first_offset
-        attention = BlockAttention(anchor_A, plan.first_N, num_tokens, self.is_causal)
+        attention = BlockAttention(anchor_A, plan.first_N, num_tokens, self.is_causal, kernel)
         context_ND = self.fuse(batch.hidden(self.hidden_layers))
         for layer, (key, value) in enumerate(self.keys_and_values(context_ND, self._index(position_N))):
             attention.write_context(layer, key, value)

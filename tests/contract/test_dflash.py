@@ -23,7 +23,7 @@ from specdec.training.features import OnlineFeatures
 from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts
 from support.methods import context, text, tiny
 
-VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "trees.json").read_text())["block_drafters"]
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "block_drafters.json").read_text())
 FROZEN = Init(train_lm_head=False)
 VARIANTS: dict[str, dict[str, Any]] = {
     "fill-in": {},
@@ -49,8 +49,8 @@ def grown(name: str, is_reduced: bool = False) -> Checkpoint:
 
 
 def drafter(name: str, num_speculative_tokens: int = 3, is_reduced: bool = False, **settings: Any) -> DFlash:
-    made = grown(name, is_reduced)
-    copied = replace(made, tensors=dict(made.tensors or {}), config=dict(made.config), target=dict(made.target))
+    new = grown(name, is_reduced)
+    copied = replace(new, tensors=dict(new.tensors or {}), config=dict(new.config), target=dict(new.target))
     return DFlash(tiny(), copied, num_speculative_tokens, **settings)
 
 
@@ -89,9 +89,9 @@ def test_a_step_has_the_label_that_it_should() -> None:
 
 def test_anchors_are_generated_tokens_before_generated_ones() -> None:
     """None is the first of its document, whose context would be empty; no block goes on beyond what was generated."""
-    mask_N = np.array([1, 1, 1, 0, 1, 1, 0, 1] + [0, 1, 1, 1], dtype=bool)
+    mask_N = np.array([1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1], dtype=bool)  # a of 8, b of 4
     count_N = anchors.num_steps(["a", "b"], np.array([8, 4]), mask_N, 2, 9, 0)
-    assert count_N.tolist() == [0, 1, 0, 0, 1, 0, 0, 0] + [0, 2, 1, 0]
+    assert count_N.tolist() == [0, 1, 0, 0, 1, 0, 0, 0, 0, 2, 1, 0]
     many = np.ones(400, dtype=bool)
     few = anchors.num_steps(["a"], np.array([400]), many, 3, 7, "x")
     assert (few > 0).sum() == 7
@@ -181,25 +181,31 @@ def test_a_block_depends_on_what_is_before_it_alone(name: str) -> None:
             assert not torch.equal(before[k][row], other[k][row]), "the state right before the anchor is seen"
 
 
-def test_a_block_stands_where_the_vector_says() -> None:
+def record(new: DFlash) -> dict[str, Any]:
+    """What the body of the drafter reads, from now on."""
+    seen: dict[str, Any] = {}
+    body = new.body
+
+    def recorded(token_N: Tensor, position_N: Tensor, attention: Any) -> Tensor:
+        seen.update(token=token_N.tolist(), position=position_N.tolist(), batch=attention.batch)
+        return body(token_N, position_N, attention)
+
+    new.body = recorded  # type: ignore[method-assign]
+    return seen
+
+
+def test_the_places_of_a_block_are_those_of_the_vector() -> None:
     vector = VECTORS["dflash_decoding"]
     length, most = vector["L"], vector["K"]
     for name, key in (("fill-in", "fill_in"), ("anchor", "from_anchor")):
-        made = drafter(name, most)
-        made.reserve(1, 64)
-        seen: dict[str, Any] = {}
-        body = made.body
-
-        def recorded(token_N: Tensor, position_N: Tensor, attention: Any) -> Tensor:
-            seen.update(token=token_N.tolist(), position=position_N.tolist(), batch=attention.batch)
-            return body(token_N, position_N, attention)
-
-        made.body = recorded  # type: ignore[method-assign]
+        new = drafter(name, most)
+        new.reserve(1, 64)
+        seen = record(new)
         tokens = text(1, length)
-        _, layout = made.block_logits(context(made, {0: tokens}), np.array([most]))
+        _, layout = new.block_logits(context(new, {0: tokens}), np.array([most]))
         want = vector[key]
         assert seen["position"] == want["position"]
-        assert seen["token"] == [tokens[-1], *[made.mask_token_id] * (len(want["token"]) - 1)]
+        assert seen["token"] == [tokens[-1], *[new.mask_token_id] * (len(want["token"]) - 1)]
         assert layout.query_N.tolist() == want["logits_at_slots"]
         last = want["position"][-1]
         assert seen["batch"].visible_BMS(None)[0].sum(1).tolist() == [last + 1] * len(want["position"])
@@ -213,8 +219,8 @@ def test_a_block_stands_where_the_vector_says() -> None:
 def test_output_is_plain_decodings(name: str, batch_size: int) -> None:
     lengths = (3, 40, 9, 70, 2, 5, 21, 33)
     for is_reduced, settings in ((False, {}), (True, {"tree_topk": 2, "tree_depth": 3, "num_speculative_tokens": 6})):
-        made = drafter(name, **{"num_speculative_tokens": 4, "is_reduced": is_reduced} | settings)
-        assert decode(tiny(), made, prompts(*lengths), max_batch_size=batch_size) == plain("tiny", lengths)
+        new = drafter(name, **{"num_speculative_tokens": 4, "is_reduced": is_reduced} | settings)
+        assert decode(tiny(), new, prompts(*lengths), max_batch_size=batch_size) == plain("tiny", lengths)
 
 
 @EVERY

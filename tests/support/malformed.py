@@ -367,7 +367,7 @@ def speculative_cases() -> Iterator[Case]:
         "hybrid inside hybrid": {"method": "hybrid", "proposers": [{"method": "hybrid", "proposers": []}]},
         "custom_class without a module": {"method": "custom_class", "model": "NoModule"},
         "custom_class that is not there": {"method": "custom_class", "model": dotted},
-        "eagle3 without a model": {"method": "eagle3"}, "dflash": {"method": "dflash"}, "quantization": {"quantization": "fp8"},
+        "eagle3 without a model": {"method": "eagle3"}, "dspark": {"method": "dspark"}, "quantization": {"quantization": "fp8"},
         "layers twice": {
             "method": "extract_hidden_states", "num_speculative_tokens": 1, "shared_storage_path": "x",
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}},
@@ -544,9 +544,9 @@ def drafters() -> dict[str, Path]:
     root = Path(tempfile.mkdtemp())
     target = tiny().target
     directories: dict[str, Path] = {}
-    for name, architecture in {"eagle3": {}, "mlp": {}, "medusa": {}, "mtp": {}, "eagle": {}, "peagle": {}}.items():
-        init = Init(train_lm_head=name not in ("eagle", "mtp"))
-        initial = method.find(name).init_checkpoint(target, architecture, init)  # type: ignore[attr-defined]
+    for name in ("eagle3", "mlp", "medusa", "mtp", "eagle", "peagle", "dflash"):
+        init = Init(train_lm_head=name not in ("eagle", "mtp", "dflash"))
+        initial = method.find(name).init_checkpoint(target, {}, init)  # type: ignore[attr-defined]
         directories[name] = root / name
         directories[name].mkdir()
         native.save(directories[name], initial, {}, "")
@@ -609,6 +609,7 @@ def drafter_cases() -> Iterator[Case]:
         "mlp": ("n_predict", "inner_dim", "draft_vocab_size", "tie_weights"),
         "medusa": ("num_heads", "num_hidden_layers", "draft_vocab_size"), "mtp": ("num_modules", "last_hidden_kind"),
         "peagle": ("mask_token_id", "num_hidden_layers", "num_depths"),
+        "dflash": ("mask_token_id", "num_hidden_layers", "block_size", "sliding_window", "layer_type", "causal"),
     }  # fmt: skip
     for name, keys in fields.items():
         for key in keys:
@@ -987,6 +988,7 @@ SCRIPTS = {
     "train/mtp.py": ("train", ("model=tiny",)),
     "train/mlp.py": ("train", ("model=tiny",)),
     "train/medusa.py": ("train", ("model=tiny",)),
+    "train/dflash.py": ("train", ("model=tiny",)),
     "train/pard.py": ("train", ("model=tiny",)),
     "train/draft_model.py": ("train", ("model=tiny",)),
     "train/prepare.py": ("prepare", ("model=tiny", "out=made.jsonl")),
@@ -997,6 +999,7 @@ METHOD_OF = {
     "train/mtp.py": "mtp",
     "train/mlp.py": "mlp",
     "train/medusa.py": "medusa",
+    "train/dflash.py": "dflash",
     "train/pard.py": "pard",
     "train/draft_model.py": "draft_model",
 }
