@@ -1,7 +1,8 @@
-"""Train a DFlash drafter for a frozen target, and choose its checkpoint by what the engine accepts.
+"""Train a DFlash or DSpark drafter for a frozen target, and choose its checkpoint by what the engine accepts.
 
     python train/dflash.py model=llama                                              # on the demo data
     python train/dflash.py model=llama data=jsonl data.path=FILE train=dflash       # the published recipe
+    python train/dflash.py model=llama method=dspark                                # with a Markov head
 
 Writes what train/eagle.py writes.
 """

@@ -383,14 +383,15 @@ class DraftSampler:
         self.probs: list[Any] = []
         self.log_odds: list[Tensor] = []
 
-    def sample(self, logits_BV: Tensor) -> Tensor:
-        """[B] the next token of every row."""
+    def sample(self, logits_BV: Tensor, log_odds_B: Tensor | None = None) -> Tensor:
+        """[B] the next token of every row. log_odds_B: of its acceptance, where the drafter says; None: those of its likeliest
+        token."""
         uniform_B = self.context.uniform_BK[:, len(self.tokens)] if self.probabilistic else None  # type: ignore[index]
         token_B, q_BV, max_logit_B = sampling.sample(
             logits_BV, self.temperature_B, uniform_B, self.to_target_vocab, self.context.shares_noise
         )
         if self.context.return_confidence:
-            self.log_odds.append(sampling.log_odds(logits_BV, self.temperature_B))
+            self.log_odds.append(sampling.log_odds(logits_BV, self.temperature_B) if log_odds_B is None else log_odds_B)
         self.tokens.append(token_B)
         self.max_logits.append(max_logit_B)
         self.probs.append(q_BV)

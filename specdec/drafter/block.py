@@ -78,6 +78,12 @@ class BlockLayout:
     def num_places(self) -> int:
         return int(self.length_B.sum())
 
+    def padded(self, x_N: Tensor, fill: bool | int = 0) -> Tensor:
+        """[B, K, ...] of what every drafted token has."""
+        at = tuple(torch.from_numpy(i).to(x_N.device, non_blocking=True) for i in (self.draft_row_N, self.draft_position_N))
+        shape = (len(self.draft_B), int(self.draft_B.max(initial=0)), *x_N.shape[1:])
+        return x_N.new_full(shape, fill).index_put_(at, x_N)
+
     def put_committed(self, places: Tensor, committed: Tensor) -> Tensor:
         """places [num_places, ...], which holds masks, with the committed entries in theirs."""
         return places.index_copy_(0, torch.from_numpy(self.committed_N).to(places.device, non_blocking=True), committed)
@@ -104,8 +110,8 @@ class BlockDrafter(UnrolledDrafter):
         logits_NV, layout = self.block_logits(context, draft_B)
         if self.tree is not None:
             return self._tree_of(context, draft_B, logits_NV)
-        row_N = torch.from_numpy(layout.draft_row_N).to(logits_NV.device, non_blocking=True)
-        position_N = torch.from_numpy(layout.draft_position_N).to(logits_NV.device, non_blocking=True)
+        row_N = self._index(layout.draft_row_N)
+        position_N = self._index(layout.draft_position_N)
         temperature_N = context.temperature_B[row_N]
         uniform_N = None
         if self.probabilistic:
@@ -114,11 +120,7 @@ class BlockDrafter(UnrolledDrafter):
         token_N, q_NV, max_logit_N = sampling.sample(
             logits_NV, temperature_N, uniform_N, self.to_target_vocab, context.shares_noise
         )
-
-        def padded(x_N: Tensor, fill: bool | int = 0) -> Tensor:
-            """[B, K, ...]"""
-            shape = (len(draft_B), int(draft_B.max()), *x_N.shape[1:])
-            return x_N.new_full(shape, fill).index_put_((row_N, position_N), x_N)
+        padded = layout.padded
 
         confidence_BKF = None
         if context.return_confidence:

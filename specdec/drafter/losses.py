@@ -152,8 +152,8 @@ def distill(
     step_weight: Sequence[float],
     terms: dict[str, float],
     scale_logits: ScaleLogits | None = None,
-) -> tuple[Tensor, RowSums, list[Tensor]]:
-    """The sum over steps and rows of step_weight x loss, its sums per step, and the hits [M] of every step.
+) -> tuple[Tensor, RowSums, list[Tensor], list[Tensor]]:
+    """The sum over steps and rows of step_weight x loss, its sums per step, and the hits and overlaps [M] of every step.
 
     hidden: per step, [M, D] states that the draft's output layer reads.
     labelled: per step, [M] ascending indices into the labelled positions.
@@ -162,8 +162,8 @@ def distill(
     terms: weights of ce, kl, tv and nll.
     scale_logits: what the drafter's architecture does to its logits.
     """
-    loss, sums_KF, *hits = _Distill.apply(weight_VD, teacher, list(labelled), list(step_weight), terms, scale_logits, *hidden)
-    return loss, RowSums(*sums_KF.unbind(1)), hits
+    loss, sums_KF, *rows = _Distill.apply(weight_VD, teacher, list(labelled), list(step_weight), terms, scale_logits, *hidden)
+    return loss, RowSums(*sums_KF.unbind(1)), rows[: len(hidden)], rows[len(hidden) :]
 
 
 class _Distill(torch.autograd.Function):
@@ -182,6 +182,7 @@ class _Distill(torch.autograd.Function):
         needs_p = teacher.state_QD is not None and (needs_target_probs(terms) or not any(ctx.needs_input_grad))
         sums = torch.zeros(len(hidden), len(RowSums._fields), dtype=exact, device=device)
         hits = [torch.zeros(len(h), dtype=torch.bool, device=device) for h in hidden]
+        overlaps = [torch.zeros(len(h), dtype=exact, device=device) for h in hidden]
         grad_hidden = [torch.zeros(h.shape, dtype=exact, device=device) for h in hidden]
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=device) if ctx.needs_input_grad[0] else None
         with torch.autocast(device.type, enabled=False):
@@ -226,6 +227,7 @@ class _Distill(torch.autograd.Function):
                         loss = loss * row_weight[index]
                         sums[k] += torch.stack([loss.sum(), hit.sum(), overlap.sum(), torch.full_like(loss.sum(), d - c)])
                         hits[k][c:d] = hit
+                        overlaps[k][c:d] = overlap
                         logits_q[rows] = (slope * (row_weight[index] * step_weight[k]).unsqueeze(1)).to(dtype)
                 grad_x = torch.matmul(logits_q, draft_head)
                 for k, (a, b) in enumerate(spans):
@@ -235,8 +237,8 @@ class _Distill(torch.autograd.Function):
         total = (RowSums(*sums.unbind(1)).loss_K * torch.tensor(step_weight, dtype=exact, device=device)).sum()
         ctx.grads = grad_weight, grad_hidden
         ctx.types = weight.dtype, [h.dtype for h in hidden]
-        ctx.mark_non_differentiable(sums, *hits)
-        return total, sums, *hits
+        ctx.mark_non_differentiable(sums, *hits, *overlaps)
+        return total, sums, *hits, *overlaps
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
@@ -299,7 +301,7 @@ def distill_reference(
     step_weight: Sequence[float],
     terms: dict[str, float],
     scale_logits: ScaleLogits | None = None,
-) -> tuple[Tensor, RowSums, list[Tensor]]:
+) -> tuple[Tensor, RowSums, list[Tensor], list[Tensor]]:
     """`distill` with all logits at once; p is computed whether it is needed or not."""
     assert teacher.state_QD is not None
     assert teacher.weight_VD is not None
@@ -311,6 +313,7 @@ def distill_reference(
     total = torch.zeros(())
     sums = []
     hits = []
+    overlaps = []
     for h, places, weight in zip(hidden, labelled, step_weight, strict=True):
         index = torch.from_numpy(places)
         logits = h @ weight_VD.t()
@@ -328,7 +331,7 @@ def distill_reference(
         }
         loss = sum(factor * losses[name] for name, factor in terms.items()) * teacher.weight_Q[index]
         hits.append(log_q.argmax(-1) == teacher.label_Q[index])
-        overlap = torch.minimum(full_p_QV[index], q).sum()
-        sums.append(torch.stack([loss.sum(), hits[-1].sum(), overlap, torch.tensor(float(len(index)))]).detach())
+        overlaps.append(torch.minimum(full_p_QV[index], q).sum(-1).detach())
+        sums.append(torch.stack([loss.sum(), hits[-1].sum(), overlaps[-1].sum(), torch.tensor(float(len(index)))]).detach())
         total = total + weight * loss.sum()
-    return total, RowSums(*torch.stack(sums).unbind(1)), hits
+    return total, RowSums(*torch.stack(sums).unbind(1)), hits, overlaps

@@ -201,8 +201,13 @@ class UnrolledDrafter(nn.Module):
 
     scale_draft_logits: losses.ScaleLogits | None = None  # what the drafter's own architecture does to its logits
 
-    def auxiliary_loss(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
-        """The loss with the terms that a method adds to it. state_MD: the supervised states of the first step."""
+    def auxiliary_loss(
+        self, total: Tensor, states: list[Tensor], overlaps: list[Tensor], teacher: Teacher, batch: Batch, plan: unroll.Plan
+    ) -> Tensor:
+        """The loss with the terms that a method adds to it.
+
+        states, overlaps: [M, D] and [M] of the supervised rows of every step; overlaps as in `losses.RowSums`.
+        """
         return total
 
     # ---------------------------------------------------------------- the loss
@@ -221,7 +226,7 @@ class UnrolledDrafter(nn.Module):
         """
         num_steps = self.num_steps(progress)
         plan = self.plan(batch, num_steps, seed)
-        if not len(plan.labelled):  # no supervised token; other processes wait for gradients all the same
+        if not len(plan.steps[0].rows):  # no supervised token; other processes wait for gradients all the same
             zero = torch.zeros((), device=self.target.device)
             zero = sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), zero)
             return zero, LossSums.zeros(num_steps, self.target.device)
@@ -239,17 +244,19 @@ class UnrolledDrafter(nn.Module):
         total = torch.zeros((), device=self.target.device)
         sums: list[RowSums] = []
         hits: list[Tensor] = []
+        overlaps: list[Tensor] = []
         for steps, head in zip(groups, heads, strict=False):
             weight_VD = teacher.weight_VD if head is None else head
             assert weight_VD is not None
-            loss, group_sums, group_hits = losses.distill(
+            loss, group_sums, group_hits, group_overlaps = losses.distill(
                 supervised[steps], labelled[steps], weight_VD, teacher, weights[steps], self.objective.loss,
                 self.scale_draft_logits,
             )  # fmt: skip
             total = total + loss
             sums.append(group_sums)
             hits += group_hits
-        total = self.auxiliary_loss(total, supervised[0], teacher, plan)
+            overlaps += group_overlaps
+        total = self.auxiliary_loss(total, supervised, overlaps, teacher, batch, plan)
         row_sums = RowSums(*(torch.cat(of_groups) for of_groups in zip(*sums, strict=True)))
         return total, LossSums(*row_sums, *self._chain_sums(hits, plan))
 

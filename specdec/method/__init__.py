@@ -21,8 +21,6 @@ from specdec.core import MethodFacts, Proposer
 from specdec.model.target import CausalLM
 from specdec.params import PLAIN as PLAIN
 
-NOT_BUILT = ("dspark",)  # methods of vLLM that are recognised and refused
-
 
 def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
@@ -136,7 +134,7 @@ def of_model(model: str, revision: str | None = None) -> str:
     for name, of_method in all_facts().items():
         if any(mark in lower for mark in of_method.name_marks):
             return name
-    return next((name for name in NOT_BUILT if name in lower), "draft_model")
+    return "draft_model"
 
 
 def of_alias(name: str) -> str:
@@ -146,8 +144,6 @@ def of_alias(name: str) -> str:
     for known, of_method in all_facts().items():
         if any(fnmatchcase(name, pattern) for pattern in of_method.aliases):
             return known
-    if name in NOT_BUILT:
-        raise ValueError(f"method {name!r} is not built yet; built: {', '.join(names())}")
     raise ValueError(f"unknown method {name!r}; {nearest(name, names())}")
 
 

@@ -131,6 +131,10 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
 
     def build(self, config: dict[str, Any]) -> None:
         architecture = self.architecture_type(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        if architecture.block_size > self.target.max_model_len:
+            raise ValueError(
+                f"block_size={architecture.block_size} is over the {self.target.max_model_len} tokens of the target's context"
+            )
         self.limit_drafts(architecture.max_draft, "this drafter")
         mask = architecture.mask_token_id
         last = self.target.vocab_size - 1
@@ -186,6 +190,11 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         return np.minimum(self.path_limit(context), np.clip(self.max_model_len - context.length_B, 0, None))
 
     def block_logits(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
+        state_ND, layout = self.block_states(context, draft_B)
+        return self.draft_logits(state_ND), layout
+
+    def block_states(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
+        """States for the output layer, of the layout's queries."""
         drafts_B = draft_B > 0
         self._store(context, np.flatnonzero(drafts_B))
         layout = BlockLayout(drafts_B.astype(np.int64), np.where(drafts_B, draft_B - 1 + self.first_offset, 0), draft_B)
@@ -194,7 +203,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         visibility = CAUSAL if self.is_causal else Block()
         batch = self.batch(context.rows, context.length_B - 1, layout.length_B, layout.query_N, visibility=visibility)
         state_ND = self.body(token_N, batch.position_N, SlotAttention(batch))
-        return self.draft_logits(self.norm(state_ND[batch.logits_at_N])), layout
+        return self.norm(state_ND[batch.logits_at_N]), layout
 
     def _store(self, context: Context, places: np.ndarray) -> None:
         """Write keys and values of the states that these rows of the batch have since the last call."""

@@ -92,8 +92,11 @@ class Eagle(AutoregressiveDrafter):
             noise.append((torch.rand(length, hidden_ND.shape[1], generator=generator) - 0.5) * (width * 512 / length))
         return hidden_ND + torch.cat(noise).to(hidden_ND)
 
-    def auxiliary_loss(self, total: Tensor, state_MD: Tensor, teacher: Teacher, plan: unroll.Plan) -> Tensor:
+    def auxiliary_loss(
+        self, total: Tensor, states: list[Tensor], overlaps: list[Tensor], teacher: Teacher, batch: Batch, plan: unroll.Plan
+    ) -> Tensor:
+        """The regression of the first step's states."""
         label_M = self._index(plan.steps[0].labelled)
         assert teacher.state_QD is not None
-        gap_M = F.smooth_l1_loss(state_MD, teacher.state_QD[label_M].to(state_MD.dtype), reduction="none").mean(-1)
+        gap_M = F.smooth_l1_loss(states[0], teacher.state_QD[label_M].to(states[0].dtype), reduction="none").mean(-1)
         return total + self.objective.smooth_l1 * (gap_M * teacher.weight_Q[label_M]).sum()

@@ -46,7 +46,7 @@ def test_every_script_has_a_command() -> None:
     [
         ("evl", "did you mean 'eval'"),
         ("run", "eval/run.py is `specdec eval`"),
-        ("train", "which script? give one of bench, draft_model, eagle"),
+        ("train", "which script? give one of bench, dflash, draft_model, eagle"),
         ("train eagel", "did you mean 'eagle'"),
     ],
 )

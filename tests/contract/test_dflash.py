@@ -243,6 +243,7 @@ def test_a_row_drafts_the_same_in_any_company(name: str) -> None:
     ("architecture", "words"),
     [
         ({"block_size": 1}, ("block_size", "2")),
+        ({"block_size": 5000}, ("block_size=5000", "4096")),
         ({"mask_token_id": 320}, ("mask_token_id=320", "0..319")),
         ({"aux_hidden_state_layer_ids": [1, 9]}, ("layer 9", "0..4")),
         ({"aux_hidden_state_layer_ids": []}, ("at least one layer",)),

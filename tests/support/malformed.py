@@ -367,7 +367,8 @@ def speculative_cases() -> Iterator[Case]:
         "hybrid inside hybrid": {"method": "hybrid", "proposers": [{"method": "hybrid", "proposers": []}]},
         "custom_class without a module": {"method": "custom_class", "model": "NoModule"},
         "custom_class that is not there": {"method": "custom_class", "model": dotted},
-        "eagle3 without a model": {"method": "eagle3"}, "dspark": {"method": "dspark"}, "quantization": {"quantization": "fp8"},
+        "eagle3 without a model": {"method": "eagle3"}, "dflash without a model": {"method": "dflash"},
+        "quantization": {"quantization": "fp8"},
         "layers twice": {
             "method": "extract_hidden_states", "num_speculative_tokens": 1, "shared_storage_path": "x",
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 1]}},
@@ -544,8 +545,8 @@ def drafters() -> dict[str, Path]:
     root = Path(tempfile.mkdtemp())
     target = tiny().target
     directories: dict[str, Path] = {}
-    for name in ("eagle3", "mlp", "medusa", "mtp", "eagle", "peagle", "dflash"):
-        init = Init(train_lm_head=name not in ("eagle", "mtp", "dflash"))
+    for name in ("eagle3", "mlp", "medusa", "mtp", "eagle", "peagle", "dflash", "dspark"):
+        init = Init(train_lm_head=name not in ("eagle", "mtp", "dflash", "dspark"))
         initial = method.find(name).init_checkpoint(target, {}, init)  # type: ignore[attr-defined]
         directories[name] = root / name
         directories[name].mkdir()
@@ -609,7 +610,8 @@ def drafter_cases() -> Iterator[Case]:
         "mlp": ("n_predict", "inner_dim", "draft_vocab_size", "tie_weights"),
         "medusa": ("num_heads", "num_hidden_layers", "draft_vocab_size"), "mtp": ("num_modules", "last_hidden_kind"),
         "peagle": ("mask_token_id", "num_hidden_layers", "num_depths"),
-        "dflash": ("mask_token_id", "num_hidden_layers", "block_size", "sliding_window", "layer_type", "causal"),
+        "dflash": ("mask_token_id", "num_hidden_layers", "block_size", "layer_type"),
+        "dspark": ("markov_rank", "markov_head_type"),
     }  # fmt: skip
     for name, keys in fields.items():
         for key in keys:

@@ -391,6 +391,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         for size in ("fresh", "fresh-reduced")
     }
     | {"greedy-trees-dflash": _K | _TREE | {"model": "fresh-reduced"}},
+    "dspark": {
+        f"{how}-{shape}-dspark-{size}": _K | settings | {"model": size, "draft_sample_method": how}
+        for how in ("greedy", "probabilistic")
+        for size, shape, settings in (("fresh", "chains", {}), ("fresh-reduced", "trees", _TREE))
+    },
     "mtp": {
         f"{how}-mtp-{size}": _K | {"model": size, "draft_sample_method": how}
         for how in ("greedy", "probabilistic")

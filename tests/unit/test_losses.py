@@ -69,12 +69,14 @@ class Case:
     def run(
         self, function: Any, terms: dict[str, float], frozen: bool = False, scale: float = 1.0, cap: Any = None
     ) -> dict[str, Tensor]:
-        """The loss, its sums and hits, and the gradients of `scale` x loss by name."""
+        """The loss, its sums, hits and overlaps, and the gradients of `scale` x loss by name."""
         weight = self.weight_VD.clone().requires_grad_(not frozen)
         hidden = [h.clone().requires_grad_() for h in self.hidden]
-        loss, sums, hits = function(hidden, self.labelled, weight, self.teacher, self.step_weight, terms, cap)
+        loss, sums, hits, overlaps = function(hidden, self.labelled, weight, self.teacher, self.step_weight, terms, cap)
         (scale * loss).backward()
         result = {"loss": loss.detach(), "sums": torch.stack(sums, 1), "hits": torch.cat(hits)}
+        if losses.needs_target_probs(terms):
+            result["overlaps"] = torch.cat(overlaps)
         result |= {f"gradient of step {k}": torch.zeros_like(h) if h.grad is None else h.grad for k, h in enumerate(hidden)}
         assert (weight.grad is None) == frozen
         return result if weight.grad is None else result | {"gradient of the head": weight.grad}
@@ -334,7 +336,7 @@ def test_logits_of_all_rows_never_exist_at_once(dtype: torch.dtype, monkeypatch:
     hidden = [state_QD[: len(places)].clone().requires_grad_() for places in labelled]
     weight = head_VD.clone().requires_grad_()
     with Largest() as largest, torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        loss, _, _ = losses.distill(hidden, labelled, weight, teacher, [1.0, 0.8, 0.6], {"ce": 1.0, "tv": 1.0})
+        loss, *_ = losses.distill(hidden, labelled, weight, teacher, [1.0, 0.8, 0.6], {"ce": 1.0, "tv": 1.0})
         loss.backward()
     limit = strip if dtype == torch.bfloat16 else block
     assert num_draft * width < limit < num_draft * num_rows / 8, "the figures of this test can tell"
