@@ -313,7 +313,7 @@ class Adaptive:
         output[1] = RATE_DECAY * output[1] + seconds
 
         if draft.parent_BK is not None or self.drafts_trees:
-            decided_B = length_B
+            decided_B = np.minimum(accepted_B + 1, tree.height(draft.parents(), length_B))  # levels, whatever a level's nodes
             self._learn_from_tree(draft, accepted_B, path_BK)
         else:
             decided_B = np.minimum(accepted_B + 1, length_B)  # tokens after the first rejected one say nothing

@@ -288,6 +288,18 @@ def test_a_row_that_was_given_up_is_tried_again() -> None:
     assert 2 <= sum(tried) <= 6
 
 
+@pytest.mark.parametrize("num_siblings", [1, 2, 4])
+def test_recent_acceptance_is_that_of_levels(num_siblings: int) -> None:
+    """However many siblings a level has: one of them was accepted, or none."""
+    deciding = Adaptive(costs(4, 3.0, 1.0), 4, 1, auto=True, prunes=False, drafts_trees=True)
+    deciding.on_start(0)
+    parent_BK = torch.full((1, num_siblings), -1)
+    draft = Draft(torch.arange(num_siblings)[None], torch.tensor([num_siblings]), parent_BK=parent_BK)
+    deciding.verify_lengths(np.array([0]), draft)
+    deciding.observe(np.array([0]), draft, np.array([1]), np.array([[num_siblings - 1]]))
+    assert (deciding.num_accepted_R[0], deciding.num_decided_R[0]) == (1, 1)
+
+
 def test_verification_that_was_given_up_is_tried_again() -> None:
     deciding = Adaptive(costs(4, 3.0, 0.0), 4, 1, auto=False, prunes=True)
     deciding.on_start(0)
