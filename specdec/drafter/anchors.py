@@ -37,10 +37,12 @@ def num_steps(
     ends = np.cumsum(length_B)
     for name, first, end in zip(names, ends - length_B, ends, strict=True):
         is_generated_n = mask_N[first:end].astype(bool)
-        following_n = np.zeros(end - first, dtype=np.int64)  # generated tokens behind each place, without a gap
-        for place in range(end - first - 2, -1, -1):
-            following_n[place] = following_n[place + 1] + 1 if is_generated_n[place + 1] else 0
-        place_A = np.flatnonzero(is_generated_n & (following_n > 0) & (np.arange(end - first) > 0))
+        place_n = np.arange(end - first)
+        gaps = np.append(np.flatnonzero(~is_generated_n), end - first)
+        following_n = (
+            gaps[np.searchsorted(gaps, place_n, side="right")] - place_n - 1
+        )  # generated ones behind it, without a gap
+        place_A = np.flatnonzero(is_generated_n & (following_n > 0) & (place_n > 0))
         if len(place_A) > num_anchors:
             rng = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
             place_A = rng.choice(place_A, num_anchors, replace=False)
