@@ -91,6 +91,14 @@ def _number(config: Any, key: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def initial_norm(target: CausalLM) -> Tensor:
+    """[D] a weight for the norm in front of the target's output layer, to which the target's final norm belongs. A quarter of
+    that: the distribution of an untrained layer is then nearly uniform (with all of it, the loss starts at 15 nats on
+    SmolLM2)."""
+    ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)
+    return 0.25 * target.final_norm(ones)[0]
+
+
 class AttentionLayer(nn.Module):
     """Projections of one attention layer, around an attention object: of a slot cache, or of unrolled training."""
 

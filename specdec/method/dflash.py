@@ -29,7 +29,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, MethodFacts
 from specdec.drafter import anchors, losses, unroll
 from specdec.drafter.anchors import BlockAttention
-from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter, Geometry, Layer
+from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter, Geometry, Layer, initial_norm
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import BlockDrafter, BlockLayout
@@ -156,9 +156,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         self.norm = LlamaRMSNorm(width, eps)
 
     def init_from_target(self, target: CausalLM) -> None:
-        """As EAGLE-3's: a quarter of the target's final norm."""
-        ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)
-        self.norm.weight.copy_(0.25 * target.final_norm(ones)[0])
+        self.norm.weight.copy_(initial_norm(target))
 
     def kv_shapes(self) -> list[tuple[int, ...]]:
         return super().kv_shapes() * len(self.layers)

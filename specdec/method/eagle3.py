@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from specdec.checked import Checked
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import MethodFacts
-from specdec.drafter.autoregressive import AttentionLayer, AutoregressiveDrafter, Geometry, Layer
+from specdec.drafter.autoregressive import AttentionLayer, AutoregressiveDrafter, Geometry, Layer, initial_norm
 from specdec.drafter.base import Init
 from specdec.model.attention import Attention
 from specdec.model.target import CausalLM
@@ -160,10 +160,7 @@ class Eagle3(AutoregressiveDrafter):
         return normed, normed if self.norm_output else state
 
     def init_from_target(self, target: CausalLM) -> None:
-        """The final norm of the target belongs to its output layer. A quarter of its weight: the distribution of an untrained
-        layer is then nearly uniform (with all of it, the loss starts at 15 nats on SmolLM2)."""
-        ones = torch.ones(1, target.hidden_size, dtype=target.dtype, device=target.device)
-        self.norm.weight.copy_(0.25 * target.final_norm(ones)[0])
+        self.norm.weight.copy_(initial_norm(target))
 
     @property
     def scaled_weight(self) -> str | None:  # type: ignore[override]
