@@ -378,9 +378,9 @@ def test_a_policy_takes_the_first_nodes_that_pay() -> None:
         policy.verify_lengths(rows, draft)
         policy.observe(rows, draft, np.array([2, 0]), path_BK)
     assert policy.post_draft is not None
-    on_path_1K = policy.pre_draft.predict(np.zeros((1, 3, 1)))
-    assert on_path_1K[0, 0] > on_path_1K[0, 1] + 0.2  # node 0 is accepted in half of the rows, node 1 in none
-    assert on_path_1K[0, 2] > on_path_1K[0, 1] + 0.2
+    on_path_BK = policy.pre_draft.predict(policy.feature_BKF[:, :, :1])
+    assert on_path_BK[0, 0] > on_path_BK[0, 1] + 0.2  # row 0 always accepts nodes 0 and 2, and never node 1
+    assert on_path_BK[0, 2] > on_path_BK[0, 1] + 0.2
     sampled = Draft(TREE.token_BK, TREE.length_B, torch.full((2, 3, 10), 0.1), TREE.parent_BK, torch.zeros(2, 3, 1))
     assert policy.verify_lengths(rows, sampled).tolist() == [3, 2], "sampled trees are verified as a whole"
 
