@@ -136,7 +136,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
         if not isinstance(num_draft_vocab, int) or not 1 <= num_draft_vocab <= target.vocab_size:
             raise ValueError(f"{checkpoint.name}: draft_vocab_size={num_draft_vocab} is no number of 1..{target.vocab_size}")
         try:
-            self.build(self.config)
+            self.build({key: value for key, value in self.config.items() if key != "own_lm_head"})
             if self.config.get("own_lm_head"):
                 self.make_head(num_draft_vocab)
         except (TypeError, RuntimeError) as error:  # of an altered config: no mapping, or more than memory holds
@@ -172,7 +172,7 @@ class Drafter(StatelessProposer, UnrolledDrafter):
     # ---------------------------------------------------------------- what a method adds
 
     def build(self, config: dict[str, Any]) -> None:
-        """Make the modules that the config asks for, and set `hidden_layers`."""
+        """Make the modules that the config asks for, and set `hidden_layers`. config: without `own_lm_head`."""
         raise NotImplementedError
 
     def prepare(self) -> None:
@@ -184,6 +184,11 @@ class Drafter(StatelessProposer, UnrolledDrafter):
     def features(self, hidden_NTD: Tensor) -> Tensor:
         """[N, columns] the states that the weight reads, before they are scaled."""
         return hidden_NTD.flatten(1)
+
+    def scaled_features(self, hidden_NTD: Tensor) -> Tensor:
+        """[N, columns] the states as the weight reads them."""
+        x = self.features(hidden_NTD).to(self.dtype)
+        return x if self.feature_scale is None else x * self.feature_scale
 
     def propose(self, context: Context) -> Draft:
         raise NotImplementedError

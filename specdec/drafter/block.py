@@ -61,18 +61,20 @@ class BlockLayout:
 
     num_committed_B, num_masks_B: entries and masks of each row.
     draft_B: tokens that each row drafts.
+    device: of the drafter.
     """
 
-    def __init__(self, num_committed_B: np.ndarray, num_masks_B: np.ndarray, draft_B: np.ndarray):
+    def __init__(self, num_committed_B: np.ndarray, num_masks_B: np.ndarray, draft_B: np.ndarray, device: torch.device):
         self.draft_B = draft_B
         self.length_B = num_committed_B + num_masks_B
         end_B = np.cumsum(self.length_B)
         committed_row_N = np.repeat(np.arange(len(draft_B)), num_committed_B)
         shift_B = end_B - self.length_B - (np.cumsum(num_committed_B) - num_committed_B)
         self.committed_N = np.arange(len(committed_row_N)) + shift_B[committed_row_N]  # places of the committed entries
-        # of every drafted token: its row, its position in the draft, and the place that drafts it
-        self.draft_row_N, self.draft_position_N = np.nonzero(np.arange(draft_B.max(initial=0)) < draft_B[:, None])
-        self.query_N = (end_B - draft_B)[self.draft_row_N] + self.draft_position_N
+        # of every drafted token: the place that drafts it, its row and its position in the draft
+        row_N, position_N = np.nonzero(np.arange(draft_B.max(initial=0)) < draft_B[:, None])
+        self.query_N = (end_B - draft_B)[row_N] + position_N
+        self.drafted_at = tuple(torch.from_numpy(i).to(device, non_blocking=True) for i in (row_N, position_N))
 
     @property
     def num_places(self) -> int:
@@ -80,9 +82,8 @@ class BlockLayout:
 
     def padded(self, x_N: Tensor, fill: bool | int = 0) -> Tensor:
         """[B, K, ...] of what every drafted token has."""
-        at = tuple(torch.from_numpy(i).to(x_N.device, non_blocking=True) for i in (self.draft_row_N, self.draft_position_N))
         shape = (len(self.draft_B), int(self.draft_B.max(initial=0)), *x_N.shape[1:])
-        return x_N.new_full(shape, fill).index_put_(at, x_N)
+        return x_N.new_full(shape, fill).index_put_(self.drafted_at, x_N)
 
     def put_committed(self, places: Tensor, committed: Tensor) -> Tensor:
         """places [num_places, ...], which holds masks, with the committed entries in theirs."""
@@ -110,18 +111,15 @@ class BlockDrafter(UnrolledDrafter):
         logits_NV, layout = self.block_logits(context, draft_B)
         if self.tree is not None:
             return self._tree_of(context, draft_B, logits_NV)
-        row_N = self._index(layout.draft_row_N)
-        position_N = self._index(layout.draft_position_N)
-        temperature_N = context.temperature_B[row_N]
+        temperature_N = context.temperature_B[layout.drafted_at[0]]
         uniform_N = None
         if self.probabilistic:
             assert context.uniform_BK is not None
-            uniform_N = context.uniform_BK[row_N, position_N]
+            uniform_N = context.uniform_BK[layout.drafted_at]
         token_N, q_NV, max_logit_N = sampling.sample(
             logits_NV, temperature_N, uniform_N, self.to_target_vocab, context.shares_noise
         )
         padded = layout.padded
-
         confidence_BKF = None
         if context.return_confidence:
             confidence_BKF = padded(sampling.log_odds(logits_NV, temperature_N).unsqueeze(1))

@@ -130,7 +130,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         }
 
     def build(self, config: dict[str, Any]) -> None:
-        architecture = self.architecture_type(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = self.architecture_type(**config)
         if architecture.block_size > self.target.max_model_len:
             raise ValueError(
                 f"block_size={architecture.block_size} is over the {self.target.max_model_len} tokens of the target's context"
@@ -163,10 +163,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
         """[N, D] the context."""
-        x = hidden_NTD.flatten(1).to(self.dtype)
-        if self.feature_scale is not None:
-            x = x * self.feature_scale
-        return self.hidden_norm(self.fc(x))
+        return self.hidden_norm(self.fc(self.scaled_features(hidden_NTD)))
 
     def keys_and_values(self, context_ND: Tensor, position_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of the context, for every layer."""
@@ -193,10 +190,11 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
 
     def block_states(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
         """States for the output layer, of the layout's queries."""
+        device = self.target.device
         drafts_B = draft_B > 0
         self._store(context, np.flatnonzero(drafts_B))
-        layout = BlockLayout(drafts_B.astype(np.int64), np.where(drafts_B, draft_B - 1 + self.first_offset, 0), draft_B)
-        token_N = torch.full((layout.num_places,), self.mask_token_id, device=self.target.device)
+        layout = BlockLayout(drafts_B.astype(np.int64), np.where(drafts_B, draft_B - 1 + self.first_offset, 0), draft_B, device)
+        token_N = torch.full((layout.num_places,), self.mask_token_id, device=device)
         token_N = layout.put_committed(token_N, context.last_token_B[self._index(np.flatnonzero(drafts_B))])
         visibility = CAUSAL if self.is_causal else Block()
         batch = self.batch(context.rows, context.length_B - 1, layout.length_B, layout.query_N, visibility=visibility)

@@ -117,7 +117,7 @@ class DSpark(DFlash):
 
     def build(self, config: dict[str, Any]) -> None:
         super().build(config)
-        architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = Architecture(**config)
         self.width = width = self.shape.hidden_size
         rank = architecture.markov_rank
         num_tokens = self.target.vocab_size
@@ -139,6 +139,11 @@ class DSpark(DFlash):
             state_ND = torch.cat([state_ND, self.markov_head.markov_w1(prev_N)], -1)
         log_odds_N: Tensor = self.confidence_head(state_ND)
         return log_odds_N
+
+    def for_training(self, objective: Any, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False) -> None:
+        super().for_training(objective, init, feature_sample, warm_start)
+        if self.confidence_head is not None:
+            self.confidence_head.requires_grad_(objective.confidence > 0)
 
     # ---------------------------------------------------------------- drafting
 

@@ -119,7 +119,7 @@ class Eagle3(AutoregressiveDrafter):
         }
 
     def build(self, config: dict[str, Any]) -> None:
-        architecture = self.architecture_type(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = self.architecture_type(**config)
         self.hidden_layers = architecture.layers(self.target.num_layers)
         self.shape = architecture.geometry.of(self.target)
         width = self.shape.hidden_size
@@ -137,9 +137,7 @@ class Eagle3(AutoregressiveDrafter):
         return super().kv_shapes() * len(self.layers)
 
     def fuse(self, hidden_NTD: Tensor) -> Tensor:
-        x = hidden_NTD.flatten(1).to(self.dtype)
-        if self.feature_scale is not None:
-            x = x * self.feature_scale
+        x = self.scaled_features(hidden_NTD)
         if self.input_norm is not None:
             x = self.input_norm(x)
         if self.fc_norm is not None:

@@ -94,7 +94,7 @@ class Medusa(Drafter):
         return Architecture(**architecture).model_dump(exclude={"draft_vocab_size"})
 
     def build(self, config: dict[str, Any]) -> None:
-        architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = Architecture(**config)
         self.hidden_layers = (self.target.num_layers,)
         self.max_draft_tokens = architecture.num_heads
         self.shares_head = architecture.original_lm_head

@@ -110,14 +110,14 @@ class MLP(Drafter):
         return recipe.model_dump(exclude={"draft_vocab_size"}) | {"inner_dim": inner}
 
     def build(self, config: dict[str, Any]) -> None:
-        architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        architecture = Architecture(**config)
         inner = int(self.resolve_config(self.target, architecture.model_dump())["inner_dim"])
         self.hidden_layers = (self.target.num_layers,)
         self.inner_dim = inner
         self.num_heads = architecture.n_predict
         self.max_draft_tokens = architecture.n_predict
         self.scale_input = architecture.scale_input
-        if inner != self.target.hidden_size and not config.get("own_lm_head"):
+        if inner != self.target.hidden_size and not self.config.get("own_lm_head"):
             raise ValueError(
                 f"inner_dim={inner} does not fit the target's output layer ({self.target.hidden_size} wide); "
                 "train.init.train_lm_head=true gives the drafter one of its own"
@@ -159,10 +159,6 @@ class MLP(Drafter):
         state = self.last_state(hidden_NTD[:, -1])
         return rms(state) / 2**0.5 if self.scale_input else state
 
-    def first_state(self, hidden_NTD: Tensor) -> Tensor:
-        state = self.features(hidden_NTD)
-        return state if self.feature_scale is None else state * self.feature_scale
-
     def head_logits(self, k: int, state_ND: Tensor) -> Tensor:
         return self.head[min(k, len(self.head) - 1)](state_ND) if len(self.head) else self.draft_logits(state_ND)
 
@@ -172,7 +168,7 @@ class MLP(Drafter):
         if not draft_B.any():
             return Draft.empty(len(context.rows), context.last_token_B.device)
         assert context.hidden is not None
-        state_BD = self.first_state(torch.cat([states[-1:] for states in context.hidden]))
+        state_BD = self.scaled_features(torch.cat([states[-1:] for states in context.hidden]))
         token_B = context.last_token_B
         if self.tree is not None:
             return self._propose_tree(context, draft_B, self.step(0, state_BD, token_B))
@@ -200,7 +196,7 @@ class MLP(Drafter):
 
     def unrolled(self, batch: Batch, plan: unroll.Plan, seed: int | str = 0) -> list[Tensor]:
         rows = self._index(plan.steps[0].rows)
-        state = self.first_state(batch.hidden(self.hidden_layers)[rows])
+        state = self.scaled_features(batch.hidden(self.hidden_layers)[rows])
         states = []
         for k, step in enumerate(plan.steps):
             if k and len(step.rows) < len(state):

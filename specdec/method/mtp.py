@@ -184,7 +184,7 @@ class MTP(AutoregressiveDrafter):
         return config | {"num_modules": config["num_modules"] or 1, "zero_first_embedding": zero_first}
 
     def build(self, config: dict[str, Any]) -> None:
-        self.architecture = Architecture(**{key: value for key, value in config.items() if key != "own_lm_head"})
+        self.architecture = Architecture(**config)
         self.hidden_layers = (self.target.num_layers,)
         try:
             Module(self.target, 0)

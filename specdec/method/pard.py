@@ -110,7 +110,8 @@ class Pard(DepthDrafter, DraftModel):
 
     def block_logits(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
         start_B, uncached = self.uncached_tokens(context, draft_B)
-        layout = BlockLayout(np.array([len(tokens) for tokens in uncached]), np.maximum(draft_B - 1, 0), draft_B)
+        num_uncached_B = np.array([len(tokens) for tokens in uncached])
+        layout = BlockLayout(num_uncached_B, np.maximum(draft_B - 1, 0), draft_B, self.target.device)
         token_N = layout.put_committed(self.masks(layout.num_places), self._index(np.concatenate(uncached)))
         logits_NV = self.forward_tokens(context.rows, token_N, start_B, layout.length_B, layout.query_N)
         for b in np.flatnonzero(draft_B):

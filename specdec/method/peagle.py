@@ -74,7 +74,7 @@ class PEagle(DepthDrafter, Eagle3):
 
     def block_logits(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
         start_B, num_pairs_B, token_N, hidden_ND = self.pending_pairs(context, draft_B)
-        layout = BlockLayout(num_pairs_B, np.maximum(draft_B - 1, 0), draft_B)
+        layout = BlockLayout(num_pairs_B, np.maximum(draft_B - 1, 0), draft_B, self.target.device)
         mask_embedding_ND, mask_hidden_ND = self.masks(layout.num_places)
         embedding_ND = layout.put_committed(mask_embedding_ND, self.embed(token_N))
         hidden_ND = layout.put_committed(mask_hidden_ND, hidden_ND)

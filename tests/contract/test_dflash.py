@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.checkpoint.native import Checkpoint
 from specdec.drafter import anchors, unroll
 from specdec.drafter.anchors import BlockAttention
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch, Sample
 from specdec.method.dflash import DFlash, Objective
 from specdec.training.features import OnlineFeatures
-from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts
+from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts, shaken
 from support.methods import context, text, tiny
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "block_drafters.json").read_text())
@@ -36,22 +34,9 @@ EVERY = pytest.mark.parametrize("name", VARIANTS)
 BLOCK = 5
 
 
-@cache
-def grown(name: str, is_reduced: bool = False) -> Checkpoint:
-    """A drafter whose weights were moved as if by training."""
-    architecture = {"block_size": BLOCK, "num_hidden_layers": 2, "num_aux_hidden_states": 2} | VARIANTS[name]
-    new = DFlash.init_checkpoint(tiny(), architecture, FROZEN, REDUCED if is_reduced else None)
-    generator = torch.Generator().manual_seed(3)
-    for _, tensor in sorted((new.tensors or {}).items()):
-        if tensor.is_floating_point():
-            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-    return new
-
-
 def drafter(name: str, num_speculative_tokens: int = 3, is_reduced: bool = False, **settings: Any) -> DFlash:
-    new = grown(name, is_reduced)
-    copied = replace(new, tensors=dict(new.tensors or {}), config=dict(new.config), target=dict(new.target))
-    return DFlash(tiny(), copied, num_speculative_tokens, **settings)
+    architecture = {"block_size": BLOCK, "num_hidden_layers": 2, "num_aux_hidden_states": 2} | VARIANTS[name]
+    return shaken(DFlash, tiny(), architecture, REDUCED if is_reduced else None, num_speculative_tokens, **settings)
 
 
 # ------------------------------------------------------------------------------------------- who sees what
@@ -147,7 +132,7 @@ def test_what_is_trained_is_what_drafts(name: str) -> None:
         drafting.wipe()
         asking = replace(context(drafting, {0: tokens}), hidden=[batch.hidden(drafting.hidden_layers)[first:place]])
         logits, layout = drafting.block_logits(asking, np.array([most]))
-        assert layout.draft_position_N.tolist() == list(range(most))
+        assert layout.drafted_at[1].tolist() == list(range(most))
         for k, step in enumerate(plan.steps):
             row = np.flatnonzero(step.rows == place)
             if len(row):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.checkpoint.native import Checkpoint
 from specdec.drafter.base import DraftSampler, Init
 from specdec.method.dspark import DSpark, MarkovHead, Objective
 from specdec.training.features import OnlineFeatures
-from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts
+from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts, shaken
 from support.methods import context, tiny
 
 VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "block_drafters.json").read_text())["markov_block"]
@@ -32,22 +30,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 EVERY = pytest.mark.parametrize("name", VARIANTS)
 
 
-@cache
-def grown(name: str, is_reduced: bool = False) -> Checkpoint:
-    """A drafter whose weights were moved as if by training."""
-    architecture = {"block_size": 4, "num_hidden_layers": 2, "num_aux_hidden_states": 2, "markov_rank": 8} | VARIANTS[name]
-    new = DSpark.init_checkpoint(tiny(), architecture, FROZEN, REDUCED if is_reduced else None)
-    generator = torch.Generator().manual_seed(3)
-    for key, tensor in sorted((new.tensors or {}).items()):
-        if tensor.is_floating_point():
-            tensor += (1.0 if "markov" in key else 0.1) * torch.randn(tensor.shape, generator=generator)
-    return new
-
-
 def drafter(name: str, num_speculative_tokens: int = 3, is_reduced: bool = False, **settings: Any) -> DSpark:
-    new = grown(name, is_reduced)
-    copied = replace(new, tensors=dict(new.tensors or {}), config=dict(new.config), target=dict(new.target))
-    return DSpark(tiny(), copied, num_speculative_tokens, **settings)
+    architecture = {"block_size": 4, "num_hidden_layers": 2, "num_aux_hidden_states": 2, "markov_rank": 8} | VARIANTS[name]
+    return shaken(DSpark, tiny(), architecture, REDUCED if is_reduced else None, num_speculative_tokens, **settings)
 
 
 def test_the_distribution_of_a_block_is_the_vectors() -> None:

@@ -14,6 +14,7 @@ from specdec import method, rejection
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Policy, Request
 from specdec.drafter.autoregressive import AutoregressiveDrafter
+from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch, Sample
 from specdec.drafter.losses import LossSums
 from specdec.engine import Engine
@@ -42,6 +43,23 @@ SAMPLES = [
     sample("a prompt", 9, []),
     sample("longer", 90, [(30, 88)]),
 ]
+
+
+def shaken(
+    drafter_type: Any,
+    target: CausalLM,
+    architecture: dict[str, Any],
+    vocab_ids: np.ndarray | None,
+    num_speculative_tokens: int,
+    **settings: Any,
+) -> Any:
+    """A drafter with the target's output layer unless it has a draft vocabulary, and with weights moved as if by training."""
+    new = drafter_type.init_checkpoint(target, architecture, Init(train_lm_head=False), vocab_ids)
+    generator = torch.Generator().manual_seed(3)
+    for key, tensor in sorted(new.tensors.items()):
+        if tensor.is_floating_point():
+            tensor += (1.0 if "markov" in key else 0.1) * torch.randn(tensor.shape, generator=generator)
+    return drafter_type(target, new, num_speculative_tokens, **settings)
 
 
 def gradients(trained: AutoregressiveDrafter, batch: Batch, **more: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
