@@ -20,22 +20,19 @@ from specdec.checkpoint import native
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, StatelessProposer
 from specdec.drafter import losses
-from specdec.drafter.trainable import UnrolledDrafter
+from specdec.drafter.trainable import ChainObjective, UnrolledDrafter
 from specdec.model import fused, packed_linear
 from specdec.model.target import CausalLM
 
 
-class UnrolledObjective(Checked):
+class UnrolledObjective(ChainObjective):
     """The loss of unrolled steps. Names after `speculators`, where it has them.
 
     ttt_steps: unrolled steps.
     ttt_step_loss_decay: step k weighs decay^k.
     ttt_warmup: for this share of the run only one step is unrolled.
-    loss: weights of ce, kl, tv, nll.
     mask_outside_vocab: rows whose likeliest target token cannot be drafted are left out of the loss.
     """
-
-    what: ClassVar[str] = "train.objective key"
 
     ttt_steps: int = Field(7, ge=1)
     ttt_step_loss_decay: float = Field(0.8, gt=0)

@@ -14,7 +14,7 @@ An entry is what the drafter reads for one token: the token, or the pair of toke
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,32 +22,27 @@ from pydantic import Field
 from torch import Tensor
 
 from specdec import sampling
-from specdec.checked import Checked
 from specdec.core import Context, Draft
-from specdec.drafter import losses, unroll
+from specdec.drafter import unroll
 from specdec.drafter.batch import Batch
-from specdec.drafter.trainable import UnrolledDrafter
+from specdec.drafter.trainable import ChainObjective, UnrolledDrafter
 from specdec.drafter.tree import Level
 
 
-class DepthObjective(Checked):
+class DepthObjective(ChainObjective):
     """What is trained at which depth.
 
     num_depths: tokens that are trained, that of the row itself included.
     down_sample_ratio: each depth has this share of the rows of the depth before; down_sample_ratio_min: at least this of all.
     step_loss_decay: depth d weighs decay^d.
     depth_warmup: for this share of the run there is depth 0 alone.
-    loss: weights of ce, kl, tv and nll.
     """
-
-    what: ClassVar[str] = "train.objective key"
 
     num_depths: int = Field(8, ge=1)
     down_sample_ratio: float = Field(0.7, gt=0, le=1)
     down_sample_ratio_min: float = Field(0.2, ge=0, le=1)
     step_loss_decay: float = Field(1.0, gt=0)
     depth_warmup: float = Field(0.0, ge=0, le=1)
-    loss: losses.Terms = Field({"nll": 1.0})
 
     def steps_at(self, progress: float) -> int:
         return 1 if progress < self.depth_warmup else self.num_depths

@@ -1,7 +1,10 @@
-"""Distillation losses: soft cross-entropy to the target, KL, total variation, the likelihood of the data, or a mix.
+"""Distillation losses: distances from the target's distribution, the likelihood of the data, or a mix.
 
-With p the target's distribution over the draft vocabulary (renormalised), q the draft's, and x the next token of the data:
-    ce = -sum p log q        kl = sum p log(p / q)        tv = 1 - sum min(p, q)        nll = -log q(x)
+With p the target's distribution over the draft vocabulary (renormalised), q the draft's, x the next token of the data, and
+a = sum min(p, q) the chance that rejection sampling accepts:
+    ce = -sum p log q        kl = sum p log(p / q)        tv = 1 - a        nll = -log q(x)
+    nla = -log a             lk_hybrid = s kl + (1 - s) tv, s = exp(-3 a) without a gradient    (both of LK, 2602.23881)
+A row may weigh what it is worth to the rows before and after it in its draft (`chain_weights`).
 `distill` computes the output layer, the losses and their gradients in blocks, so that the logits of a whole batch never exist
 at once in float32, and p is computed once for all unrolled steps. `distill_reference` is the same in plain autograd.
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +23,10 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-TERMS = ("ce", "kl", "tv", "nll")
+TERMS = ("ce", "kl", "tv", "nla", "lk_hybrid", "nll")
+D_PACE_FLOOR = 0.5  # of the confidences of D-PACE
+LK_RATE = 3.0  # how fast lk_hybrid goes from kl to tv, as `speculators` has it
+OVERLAP_FLOOR = 1e-5  # of nla, likewise
 BLOCK = 1 << 24  # logits of one matrix product
 STRIP = 1 << 18  # logits that are worked on at once: what a CPU cache holds
 
@@ -52,6 +58,10 @@ class Teacher:
 
     def __post_init__(self) -> None:
         assert (self.state_QD is None) == (self.weight_VD is None) == (self.logsumexp_Q is None)
+
+    def without_states(self) -> Teacher:
+        """The data's tokens alone."""
+        return replace(self, state_QD=None, weight_VD=None, logsumexp_Q=None)
 
 
 class RowSums(NamedTuple):
@@ -124,6 +134,19 @@ class LossSums:
         }
 
 
+class Rows(NamedTuple):
+    """[M] each, of the supervised rows of a step.
+
+    hit: whether the likeliest draft token is the target's.
+    overlap: as in `RowSums`.
+    token_prob: of the data's next token in the draft distribution; 0 if it cannot be drafted.
+    """
+
+    hit: Tensor
+    overlap: Tensor
+    token_prob: Tensor
+
+
 def needs_target_probs(terms: dict[str, float]) -> bool:
     """Whether the mix reads the target's distribution; nll alone reads tokens only."""
     return any(weight for name, weight in terms.items() if name != "nll")
@@ -152,18 +175,24 @@ def distill(
     step_weight: Sequence[float],
     terms: dict[str, float],
     scale_logits: ScaleLogits | None = None,
-) -> tuple[Tensor, RowSums, list[Tensor], list[Tensor]]:
-    """The sum over steps and rows of step_weight x loss, its sums per step, and the hits and overlaps [M] of every step.
+    row_weights: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, RowSums, list[Rows]]:
+    """The sum over steps and rows of step_weight x row_weight x loss, and what was found on every step's rows; the sums are
+    without step_weight and row_weight.
 
     hidden: per step, [M, D] states that the draft's output layer reads.
     labelled: per step, [M] ascending indices into the labelled positions.
     weight_VD: the draft's output layer.
     step_weight: of every step.
-    terms: weights of ce, kl, tv and nll.
+    terms: weights of the losses.
     scale_logits: what the drafter's architecture does to its logits.
+    row_weights: per step, [M]; None: 1.
     """
-    loss, sums_KF, *rows = _Distill.apply(weight_VD, teacher, list(labelled), list(step_weight), terms, scale_logits, *hidden)
-    return loss, RowSums(*sums_KF.unbind(1)), rows[: len(hidden)], rows[len(hidden) :]
+    loss, sums_KF, *rows = _Distill.apply(
+        weight_VD, teacher, list(labelled), list(step_weight), terms, scale_logits, row_weights, *hidden
+    )
+    by_field = (rows[i : i + len(hidden)] for i in range(0, len(rows), len(hidden)))
+    return loss, RowSums(*sums_KF.unbind(1)), [Rows(*of_step) for of_step in zip(*by_field, strict=True)]
 
 
 class _Distill(torch.autograd.Function):
@@ -172,7 +201,7 @@ class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, teacher: Teacher, labelled: Any, step_weight: Any, terms: Any, scale_logits: Any,
-        *hidden: Tensor,
+        row_weights: Any, *hidden: Tensor,
     ) -> Any:  # fmt: skip
         device = weight.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
@@ -181,8 +210,10 @@ class _Distill(torch.autograd.Function):
         num_draft = weight.shape[0]
         needs_p = teacher.state_QD is not None and (needs_target_probs(terms) or not any(ctx.needs_input_grad))
         sums = torch.zeros(len(hidden), len(RowSums._fields), dtype=exact, device=device)
+        weighted_loss = torch.zeros(len(hidden), dtype=exact, device=device)
         hits = [torch.zeros(len(h), dtype=torch.bool, device=device) for h in hidden]
         overlaps = [torch.zeros(len(h), dtype=exact, device=device) for h in hidden]
+        token_probs = [torch.zeros(len(h), dtype=exact, device=device) for h in hidden]
         grad_hidden = [torch.zeros(h.shape, dtype=exact, device=device) for h in hidden]
         grad_weight = torch.zeros(weight.shape, dtype=exact, device=device) if ctx.needs_input_grad[0] else None
         with torch.autocast(device.type, enabled=False):
@@ -221,24 +252,30 @@ class _Distill(torch.autograd.Function):
                         if scale_logits is not None:
                             logits, derivative = scale_logits(logits)
                         row_probs = None if probs is None else tuple(x[index] for x in probs)
-                        slope, loss, hit, overlap = _compare(logits, row_probs, label[index], token[index], terms)
+                        slope, loss, found = _compare(logits, row_probs, label[index], token[index], terms)
                         if scale_logits is not None:
                             slope = slope * derivative
                         loss = loss * row_weight[index]
-                        sums[k] += torch.stack([loss.sum(), hit.sum(), overlap.sum(), torch.full_like(loss.sum(), d - c)])
-                        hits[k][c:d] = hit
-                        overlaps[k][c:d] = overlap
-                        logits_q[rows] = (slope * (row_weight[index] * step_weight[k]).unsqueeze(1)).to(dtype)
+                        num_rows = torch.full_like(loss.sum(), d - c)
+                        sums[k] += torch.stack([loss.sum(), found.hit.sum(), found.overlap.sum(), num_rows])
+                        hits[k][c:d], overlaps[k][c:d], token_probs[k][c:d] = found
+                        total_weight = row_weight[index]
+                        if row_weights is not None:
+                            loss = loss * row_weights[k][c:d].to(exact)
+                            total_weight = total_weight * row_weights[k][c:d].to(exact)
+                        weighted_loss[k] += loss.sum()
+                        logits_q[rows] = (slope * (total_weight * step_weight[k]).unsqueeze(1)).to(dtype)
                 grad_x = torch.matmul(logits_q, draft_head)
                 for k, (a, b) in enumerate(spans):
                     grad_hidden[k][a:b] = grad_x[start[k] : start[k + 1]]
                 if grad_weight is not None:
                     grad_weight += torch.matmul(logits_q.t(), x)
-        total = (RowSums(*sums.unbind(1)).loss_K * torch.tensor(step_weight, dtype=exact, device=device)).sum()
+        total = (weighted_loss * torch.tensor(step_weight, dtype=exact, device=device)).sum()
         ctx.grads = grad_weight, grad_hidden
         ctx.types = weight.dtype, [h.dtype for h in hidden]
-        ctx.mark_non_differentiable(sums, *hits, *overlaps)
-        return total, sums, *hits, *overlaps
+        rows_found = *hits, *overlaps, *token_probs
+        ctx.mark_non_differentiable(sums, *rows_found)
+        return total, sums, *rows_found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
@@ -247,7 +284,7 @@ class _Distill(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(weight_type)
         scaled = ((g * grad).to(dtype) for g, dtype in zip(grad_hidden, hidden_types, strict=True))
-        return grad_weight, None, None, None, None, None, *scaled
+        return grad_weight, None, None, None, None, None, None, *scaled
 
 
 def _target_probs(teacher: Teacher, logits: Tensor, a: int, b: int, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -264,8 +301,8 @@ def _target_probs(teacher: Teacher, logits: Tensor, a: int, b: int, exact: torch
 
 def _compare(
     logits_q: Tensor, target_probs: tuple[Tensor, ...] | None, label: Tensor, token: Tensor, terms: dict[str, float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[M, V] d loss / d logits, [M] loss, hit, overlap with p over the whole vocabulary. target_probs: p, log p, p's mass."""
+) -> tuple[Tensor, Tensor, Rows]:
+    """[M, V] d loss / d logits, [M] loss, and what else is known of the rows. target_probs: p, log p, p's mass."""
     log_q = logits_q.sub_(logits_q.logsumexp(-1, keepdim=True))
     q = log_q.exp()
     hit = log_q.max(-1).indices == label
@@ -275,22 +312,44 @@ def _compare(
     if target_probs is not None:
         p, log_p, mass = target_probs
         overlap = torch.minimum(p * mass.unsqueeze(1), q).sum(-1)
-        if linear := terms.get("ce", 0.0) + terms.get("kl", 0.0):
-            slope = (q - p).mul_(linear)
-            loss = loss - linear * (p * log_q).sum(-1)
-        if kl := terms.get("kl"):
-            loss = loss + kl * torch.where(p > 0, p * log_p, 0).sum(-1)
-        if variation := terms.get("tv"):
-            loss = loss + variation * (1 - torch.minimum(p, q).sum(-1))
+        ce, kl, tv, nla, hybrid = (terms.get(name, 0.0) for name in TERMS[:-1])
+        weight_of_ce: Any = ce + kl
+        weight_of_entropy: Any = kl
+        weight_of_tv: Any = tv
+        if tv or nla or hybrid:
+            accepted = torch.minimum(p, q).sum(-1)
+        if hybrid:
+            share = (-LK_RATE * accepted).exp()
+            weight_of_ce = weight_of_ce + hybrid * share
+            weight_of_entropy = weight_of_entropy + hybrid * share
+            weight_of_tv = weight_of_tv + hybrid * (1 - share)
+        if ce or kl or hybrid:
+            slope = (q - p).mul_(_column(weight_of_ce))
+            loss = loss - weight_of_ce * (p * log_q).sum(-1)
+        if kl or hybrid:
+            loss = loss + weight_of_entropy * torch.where(p > 0, p * log_p, 0).sum(-1)
+        if tv or nla or hybrid:
+            loss = loss + weight_of_tv * (1 - accepted)
+            weight_of_overlap = weight_of_tv
+            if nla:
+                loss = loss - nla * (accepted + OVERLAP_FLOOR).log()
+                weight_of_overlap = weight_of_tv + nla / (accepted + OVERLAP_FLOOR)
             inside = torch.where(q < p, q, 0)  # where a little more q is a little more overlap
-            slope += variation * (q * inside.sum(-1, keepdim=True) - inside)
+            slope += _column(weight_of_overlap) * (q * inside.sum(-1, keepdim=True) - inside)
+    is_known = (token >= 0).to(q.dtype)
+    place = token.clamp(min=0).unsqueeze(1)
+    token_prob = is_known * q.gather(1, place).squeeze(1)
     if nll := terms.get("nll"):
-        known = (token >= 0).to(q.dtype) * nll
-        place = token.clamp(min=0).unsqueeze(1)
+        known = is_known * nll
         loss = loss - known * log_q.gather(1, place).squeeze(1)
         slope += q * known.unsqueeze(1)
         slope.scatter_add_(1, place, -known.unsqueeze(1))
-    return slope, loss, hit, overlap
+    return slope, loss, Rows(hit, overlap, token_prob)
+
+
+def _column(weight: Tensor | float) -> Tensor | float:
+    """Of rows, for a matrix of them."""
+    return weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
 
 
 def distill_reference(
@@ -301,7 +360,8 @@ def distill_reference(
     step_weight: Sequence[float],
     terms: dict[str, float],
     scale_logits: ScaleLogits | None = None,
-) -> tuple[Tensor, RowSums, list[Tensor], list[Tensor]]:
+    row_weights: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, RowSums, list[Rows]]:
     """`distill` with all logits at once; p is computed whether it is needed or not."""
     assert teacher.state_QD is not None
     assert teacher.weight_VD is not None
@@ -312,9 +372,8 @@ def distill_reference(
     full_p_QV = (logits_QV - teacher.logsumexp_Q.unsqueeze(1)).exp()  # its share of the whole vocabulary
     total = torch.zeros(())
     sums = []
-    hits = []
-    overlaps = []
-    for h, places, weight in zip(hidden, labelled, step_weight, strict=True):
+    rows = []
+    for k, (h, places, weight) in enumerate(zip(hidden, labelled, step_weight, strict=True)):
         index = torch.from_numpy(places)
         logits = h @ weight_VD.t()
         if scale_logits is not None:
@@ -323,15 +382,62 @@ def distill_reference(
         log_q = logits.log_softmax(-1)
         q = log_q.exp()
         token = teacher.token_Q[index]
+        token_prob = torch.where(token >= 0, q.gather(1, token.clamp(min=0).unsqueeze(1)).squeeze(1), 0)
+        kl = torch.where(p > 0, p * (p.log() - log_q), 0).sum(-1)
+        accepted = torch.minimum(p, q).sum(-1)
+        share = (-LK_RATE * accepted.detach()).exp()
         losses = {
             "ce": -(p * log_q).sum(-1),
-            "kl": torch.where(p > 0, p * (p.log() - log_q), 0).sum(-1),
-            "tv": 1 - torch.minimum(p, q).sum(-1),
+            "kl": kl,
+            "tv": 1 - accepted,
+            "nla": -(accepted + OVERLAP_FLOOR).log(),
+            "lk_hybrid": share * kl + (1 - share) * (1 - accepted),
             "nll": torch.where(token >= 0, -log_q.gather(1, token.clamp(min=0).unsqueeze(1)).squeeze(1), 0),
         }
         loss = sum(factor * losses[name] for name, factor in terms.items()) * teacher.weight_Q[index]
-        hits.append(log_q.argmax(-1) == teacher.label_Q[index])
-        overlaps.append(torch.minimum(full_p_QV[index], q).sum(-1).detach())
-        sums.append(torch.stack([loss.sum(), hits[-1].sum(), overlaps[-1].sum(), torch.tensor(float(len(index)))]).detach())
-        total = total + weight * loss.sum()
-    return total, RowSums(*torch.stack(sums).unbind(1)), hits, overlaps
+        overlap = torch.minimum(full_p_QV[index], q).sum(-1)
+        rows.append(Rows(log_q.argmax(-1) == teacher.label_Q[index], overlap.detach(), token_prob.detach()))
+        num_rows = torch.tensor(float(len(index)))
+        sums.append(torch.stack([loss.sum(), rows[-1].hit.sum(), overlap.sum(), num_rows]).detach())
+        total = total + weight * (loss if row_weights is None else loss * row_weights[k]).sum()
+    return total, RowSums(*torch.stack(sums).unbind(1)), rows
+
+
+def chain_weights(weighting: str, rows: Sequence[Rows], prev_match: Sequence[np.ndarray]) -> list[Tensor]:
+    """[M] per step: what a row weighs by the rows before and after it in its draft, without a gradient.
+
+    With c_k what is thought of token k of a draft, d_pace (2605.18810) is the sum of c_0 ... c_j over all j >= k, where c_k is
+    half of the probability of the data's token and a half. e2e_tv (2606.12370) has c_k = sum min(p, q), the chance that token k
+    is accepted, and leaves it out of the products: with a loss of tv, the gradient is that of the expected number of accepted
+    tokens. What precedes a draft that begins later, since the tokens before are not supervised, counts as certain.
+
+    rows: of every step.
+    prev_match: as in `unroll.Step`.
+    """
+    trusts = []
+    befores: list[Tensor] = []  # the product over the steps before
+    for k, found in enumerate(rows):
+        if weighting == "d_pace":
+            trusts.append((1 - D_PACE_FLOOR) * found.token_prob + D_PACE_FLOOR)
+        else:
+            trusts.append(found.overlap)
+        befores.append(torch.ones_like(trusts[k]))
+        if k:
+            here, place = _links(prev_match[k], trusts[k].device)
+            befores[k][here] = (befores[k - 1] * trusts[k - 1])[place]
+    weights = []
+    after = torch.zeros(0)  # of the step behind: the sum over itself and all behind it, of the products from it on
+    for k in reversed(range(len(rows))):
+        rest = torch.ones_like(trusts[k])
+        if k + 1 < len(rows):
+            here, place = _links(prev_match[k + 1], rest.device)
+            rest[place] += after[here]
+        weights.append(befores[k] * rest * (trusts[k] if weighting == "d_pace" else 1))
+        after = trusts[k] * rest
+    return weights[::-1]
+
+
+def _links(prev_match: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows that go on from a row of the step before, and the places of those there."""
+    here = np.flatnonzero(prev_match >= 0)
+    return torch.from_numpy(here).to(device), torch.from_numpy(prev_match[here]).to(device)

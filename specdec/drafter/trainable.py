@@ -7,10 +7,11 @@ states (`heads`). Rows, steps and their shape letters: `specdec.drafter.unroll`;
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from specdec.checked import Checked
@@ -18,7 +19,7 @@ from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, MethodFacts
 from specdec.drafter import losses, tree, unroll
 from specdec.drafter.batch import Batch
-from specdec.drafter.losses import LossSums, RowSums, Teacher
+from specdec.drafter.losses import LossSums, Rows, RowSums, Teacher
 from specdec.drafter.tree import Grower, TreePlan
 from specdec.model.target import CausalLM
 
@@ -81,25 +82,54 @@ class TrainableDrafter(Protocol):
     def state_dict(self) -> Any: ...
 
 
-class OneStepObjective(Checked):
-    """An objective that does not unroll the drafter on its own drafts, whose `steps_at` is 1. Heads that each predict another
-    token are steps all the same, which the drafter's `num_steps` counts."""
+class Objective(Checked):
+    """What is minimised.
+
+    loss: weights of the losses of `specdec.drafter.losses`.
+    """
 
     what: ClassVar[str] = "train.objective key"
 
-    mask_outside_vocab: ClassVar[bool] = False
+    loss: losses.Terms = Field({"nll": 1.0})
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it needs the target's distribution, beside the data's tokens."""
+        return losses.needs_target_probs(self.loss)
 
     def steps_at(self, progress: float) -> int:
         return 1
 
     def weights(self, num_steps: int) -> list[float]:
+        """What each step weighs."""
         return [1.0] * num_steps
+
+
+class OneStepObjective(Objective):
+    """Of a drafter that learns one token after each place."""
+
+    weighting: ClassVar[str | None] = None
+    mask_outside_vocab: ClassVar[bool] = False
+
+
+class ChainObjective(Objective):
+    """Of a drafter that learns several tokens after each place: steps that unroll it on its own drafts, heads, or places of a
+    block.
+
+    weighting: d_pace or e2e_tv, `losses.chain_weights`; null: a row weighs what its step weighs.
+    """
+
+    weighting: Literal["d_pace", "e2e_tv"] | None = None
+
+    @property
+    def reads_target(self) -> bool:
+        return super().reads_target or self.weighting == "e2e_tv"
 
 
 class UnrolledDrafter(nn.Module):
     """A drafter whose loss is a sum over unrolled steps, each with its own rows.
 
-    objective: `loss` (a mix of terms), `mask_outside_vocab`, `weights(num_steps)`, and mostly `steps_at(progress)`.
+    objective: an `Objective`, with `weighting` and `mask_outside_vocab`.
     label_offset: row p predicts token p + label_offset + k at step k.
     """
 
@@ -240,25 +270,34 @@ class UnrolledDrafter(nn.Module):
         weights = self.objective.weights(num_steps)
         heads = self.heads()
         # one output layer for all steps shares the target's distribution between them; else each step computes it anew
+        head_VD = teacher.weight_VD
         groups = [slice(0, num_steps)] if len(heads) == 1 else [slice(k, k + 1) for k in range(num_steps)]
-        total = torch.zeros((), device=self.target.device)
-        sums: list[RowSums] = []
-        hits: list[Tensor] = []
-        overlaps: list[Tensor] = []
-        for steps, head in zip(groups, heads, strict=False):
-            weight_VD = teacher.weight_VD if head is None else head
-            assert weight_VD is not None
-            loss, group_sums, group_hits, group_overlaps = losses.distill(
-                supervised[steps], labelled[steps], weight_VD, teacher, weights[steps], self.objective.loss,
-                self.scale_draft_logits,
-            )  # fmt: skip
-            total = total + loss
-            sums.append(group_sums)
-            hits += group_hits
-            overlaps += group_overlaps
-        total = self.auxiliary_loss(total, supervised, overlaps, teacher, batch, plan)
+
+        def distill(teacher: Teacher, row_weights: list[Tensor] | None = None) -> tuple[Tensor, list[RowSums], list[Rows]]:
+            total = torch.zeros((), device=self.target.device)
+            sums: list[RowSums] = []
+            rows: list[Rows] = []
+            for steps, head in zip(groups, heads, strict=False):
+                weight_VD = head_VD if head is None else head
+                assert weight_VD is not None
+                loss, group_sums, group_rows = losses.distill(
+                    supervised[steps], labelled[steps], weight_VD, teacher, weights[steps], self.objective.loss,
+                    self.scale_draft_logits, None if row_weights is None else row_weights[steps],
+                )  # fmt: skip
+                total = total + loss
+                sums.append(group_sums)
+                rows += group_rows
+            return total, sums, rows
+
+        row_weights = None
+        if self.objective.weighting is not None:
+            with torch.no_grad():
+                _, _, rows = distill(teacher if self.objective.weighting == "e2e_tv" else teacher.without_states())
+            row_weights = losses.chain_weights(self.objective.weighting, rows, [step.prev_match for step in plan.steps])
+        total, sums, rows = distill(teacher, row_weights)
+        total = self.auxiliary_loss(total, supervised, [of_step.overlap for of_step in rows], teacher, batch, plan)
         row_sums = RowSums(*(torch.cat(of_groups) for of_groups in zip(*sums, strict=True)))
-        return total, LossSums(*row_sums, *self._chain_sums(hits, plan))
+        return total, LossSums(*row_sums, *self._chain_sums([of_step.hit for of_step in rows], plan))
 
     @torch.no_grad()
     def teacher(self, batch: Batch, plan: unroll.Plan) -> Teacher:

@@ -27,12 +27,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from specdec.checked import Checked
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, MethodFacts
-from specdec.drafter import anchors, losses, unroll
+from specdec.drafter import anchors, unroll
 from specdec.drafter.anchors import BlockAttention
 from specdec.drafter.autoregressive import PREFILL_CHUNK, AutoregressiveDrafter, Geometry, Layer, initial_norm
 from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch
 from specdec.drafter.block import BlockDrafter, BlockLayout
+from specdec.drafter.trainable import ChainObjective
 from specdec.model.attention import SlotAttention
 from specdec.model.kv import CAUSAL, Block
 from specdec.model.target import CausalLM
@@ -87,20 +88,16 @@ class Architecture(Checked):
         return tuple(sorted(ids))
 
 
-class Objective(Checked):
-    """What is minimised.
+class Objective(ChainObjective):
+    """What is minimised, as every drafter of several tokens has it, and:
 
     num_anchors: blocks of a sample, at most.
     position_decay: token k of a draft, from 0 on, weighs exp(-k / position_decay); null: all weigh 1.
-    loss: weights of ce, kl, tv and nll.
     mask_outside_vocab: rows whose likeliest target token cannot be drafted are left out of the loss.
     """
 
-    what: ClassVar[str] = "train.objective key"
-
     num_anchors: int = Field(512, ge=1)
     position_decay: float | None = Field(4.0, gt=0)
-    loss: losses.Terms = Field({"nll": 1.0})
     mask_outside_vocab: bool = False
 
     def weights(self, num_steps: int) -> list[float]:

@@ -27,7 +27,7 @@ from specdec.checked import Checked
 from specdec.checkpoint import causal_lm
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, MethodFacts, Request, StatelessProposer
-from specdec.drafter import block, losses, shared_vocab, unroll
+from specdec.drafter import block, shared_vocab, unroll
 from specdec.drafter.base import DraftSampler, check_drafting
 from specdec.drafter.batch import Batch
 from specdec.drafter.trainable import OneStepObjective, UnrolledDrafter
@@ -91,10 +91,7 @@ class Init(Checked):
 
 
 class Objective(OneStepObjective):
-    """loss: weights of nll (the likelihood of the data) and of ce, kl, tv (the target's distribution), over the whole
-    vocabulary. With nll alone the target never runs."""
-
-    loss: losses.Terms = Field({"nll": 1.0})
+    """As every drafter of one token has it, over the whole vocabulary. With a loss of nll alone the target never runs."""
 
 
 class DraftModel(StatelessProposer, UnrolledDrafter):
@@ -294,7 +291,7 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     # ---------------------------------------------------------------- training
 
     def needs_target(self, objective: Any) -> bool:
-        return losses.needs_target_probs(objective.loss)
+        return bool(objective.reads_target)
 
     def for_training(
         self, objective: Checked, init: Any, feature_sample: Tensor | None = None, warm_start: bool = False

@@ -38,10 +38,9 @@ class Architecture(Checked):
 
 
 class Objective(OneStepObjective):
-    """What is minimised.
+    """What is minimised: the loss over the whole vocabulary, and:
 
     smooth_l1: weight of the regression onto the target's state.
-    loss: weights of ce, kl, tv over the whole vocabulary.
     feature_noise: width of the uniform noise on input states, for a sequence of 512 tokens; less for longer ones.
     """
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from specdec.checked import Checked
 from specdec.checkpoint.native import Checkpoint
 from specdec.core import Context, Draft, MethodFacts
-from specdec.drafter import losses, unroll
+from specdec.drafter import unroll
 from specdec.drafter.base import Drafter, Init
 from specdec.drafter.batch import Batch
+from specdec.drafter.trainable import ChainObjective
 from specdec.model.target import CausalLM
 
 
@@ -45,17 +46,13 @@ class Architecture(Checked):
     draft_vocab_size: int | None = Field(None, ge=1)
 
 
-class Objective(Checked):
-    """What is minimised.
+class Objective(ChainObjective):
+    """What is minimised, as every drafter of several tokens has it, and:
 
-    loss: weights of ce, kl, tv and nll.
     step_loss_decay: head k weighs decay^k.
     mask_outside_vocab: rows whose likeliest target token cannot be drafted are left out of the loss.
     """
 
-    what: ClassVar[str] = "train.objective key"
-
-    loss: losses.Terms = Field({"nll": 1.0})
     step_loss_decay: float = Field(0.8, gt=0)
     mask_outside_vocab: bool = False
 

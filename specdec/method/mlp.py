@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from specdec.checked import Checked
 from specdec.core import Context, Draft, MethodFacts
-from specdec.drafter import losses, unroll
+from specdec.drafter import unroll
 from specdec.drafter.base import Drafter
 from specdec.drafter.batch import Batch
+from specdec.drafter.trainable import ChainObjective
 from specdec.drafter.tree import Level
 from specdec.model.target import CausalLM
 
@@ -50,20 +51,13 @@ class Architecture(Checked):
     draft_vocab_size: int | None = Field(None, ge=1)
 
 
-class Objective(Checked):
-    """What is minimised.
+class Objective(ChainObjective):
+    """What is minimised, as every drafter of several tokens has it, and:
 
-    loss: weights of ce, kl, tv and nll, summed over the heads.
     mask_outside_vocab: rows whose likeliest target token cannot be drafted are left out of the loss.
     """
 
-    what: ClassVar[str] = "train.objective key"
-
-    loss: losses.Terms = Field({"nll": 1.0})
     mask_outside_vocab: bool = False
-
-    def weights(self, num_steps: int) -> list[float]:
-        return [1.0] * num_steps
 
 
 class Norm(nn.Module):

@@ -626,6 +626,37 @@ def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
     assert len(sums.loss_K) == trained.config["n_predict"]
 
 
+@pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp", "mtp-4-qwen3", *UNLISTED])
+def test_e2e_tv_is_minus_the_expected_number_of_accepted_tokens(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every parameter the gradient, against autograd through the products of acceptances."""
+    trained = trainable(variant, loss={"tv": 1.0}, weighting="e2e_tv", **({"confidence": 0} if variant == "dspark" else {}))
+    monkeypatch.setattr(type(trained.objective), "weights", lambda self, num_steps: [1.0] * num_steps)
+    batch = features(trained, SAMPLES)
+    _, sums, grads = gradients(trained, batch)
+    plan = trained.plan(batch, steps_of(trained), 0)
+    teacher = trained.teacher(batch, plan)
+    p_QV = (teacher.state_QD @ teacher.weight_VD.T).softmax(-1)
+    heads = trained.heads()
+    expected = torch.zeros(())
+    overlap = []
+    reached = torch.ones(0)
+    for k, (step, state_AD) in enumerate(zip(plan.steps, trained.unrolled(batch, plan, 0), strict=True)):
+        head_VD = heads[min(k, len(heads) - 1)]
+        head_VD = teacher.weight_VD if head_VD is None else head_VD
+        accepted = torch.minimum(p_QV[step.labelled], (state_AD[step.supervised] @ head_VD.T).softmax(-1)).sum(-1)
+        before = torch.ones_like(accepted)
+        if k:
+            before = torch.where(torch.from_numpy(step.prev_match >= 0), reached[step.prev_match], before)
+        reached = before * accepted
+        expected = expected + reached.sum()
+        overlap.append(accepted.sum().item())
+    trained.zero_grad()
+    (-expected).backward()
+    want = {name: p.grad for name, p in trained.named_parameters() if p.requires_grad}
+    close(grads, want, 1e-4)
+    assert sums[:, 2].tolist() == pytest.approx(overlap, rel=1e-4)
+
+
 def test_the_steps_of_mtp_weigh_one_together() -> None:
     """.51, .31 and .18 (FastMTP); with a module for every token, all the modules together, whatever ttt_steps says."""
     spec = MTP.objective_type()
