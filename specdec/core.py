@@ -475,6 +475,7 @@ class Proposer(Protocol):
     needs_logits: bool  # the logits that the last token was chosen from
     needs_uniforms: bool  # uniforms to draw with
     num_confidence_features: int  # F of the confidence that its drafts can come with; 0: none
+    predicts_acceptance: bool  # the confidence is one number, the log-odds themselves: nothing about it need be learned
     drafts_trees: bool  # num_speculative_tokens counts nodes, and only paths are limited by what may still be emitted
     component_names: tuple[str, ...]  # of the proposers that it is composed of, as in Draft.proposer_B; (): it is not composed
     cost_proposer: Proposer | None  # of a composed proposer, the component whose drafts take time, if one does
@@ -584,6 +585,7 @@ class StatelessProposer:
     needs_logits = False
     needs_uniforms = False
     num_confidence_features = 0
+    predicts_acceptance = False
     drafts_trees = False
     component_names: tuple[str, ...] = ()
     cost_proposer: Proposer | None = None

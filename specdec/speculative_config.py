@@ -325,6 +325,7 @@ class PolicyPlan:
             proposer.num_confidence_features,
             scheduled,
             proposer.drafts_trees,
+            proposer.predicts_acceptance,
         )
 
 

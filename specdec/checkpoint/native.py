@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec import __version__, hub
+from specdec import __version__, files, hub
 from specdec.checked import first_line, nearest, short_repr
 from specdec.files import apply_umask, read_json
 from specdec.hub import MAX_LAYERS
@@ -151,6 +151,14 @@ def save(directory: Path, checkpoint: Checkpoint, provenance: dict[str, Any], ca
     write_json(directory / "config.json", config)
     write_json(directory / "provenance.json", provenance)
     (directory / "README.md").write_text(card)
+
+
+def add_to_config(directory: Path, **values: Any) -> None:
+    """Add keys to the drafter's config of a checkpoint that is complete."""
+    path = directory / "config.json"
+    config = read_json(path)
+    config["drafter"] |= values
+    files.write_json(path, config)
 
 
 def provenance(**extra: Any) -> dict[str, Any]:

@@ -7,7 +7,9 @@
     confidence_k = sigmoid(w [h_k; e])          of the acceptance of token k, given that all before it were accepted
 
 So the block takes one pass, and each token a product of W2, a few percent of that pass. What the confidence reads was known
-before token k was drawn, so a sampled token may be kept or cut by it (`specdec.policy.adaptive`).
+before token k was drawn, so a sampled token may be kept or cut by it (`specdec.policy.adaptive`). Training
+evaluates drafters, and divides the log-odds of the confidence by temperatures that suit what was accepted there, position by
+position (`specdec.policy.calibration`); they are saved as `confidence_temperatures`.
 
 Training gives every token the data's token before it. The weights of the output layer and W2 lie side by side, as do h and z,
 so that the losses are those of every drafter. Tensors and config keys have the names of DeepSpec's checkpoints.
@@ -15,6 +17,7 @@ so that the losses are those of every drafter. Tensors and config keys have the 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -116,6 +119,8 @@ class DSpark(DFlash):
     tree_builder = "beam"
 
     def build(self, config: dict[str, Any]) -> None:
+        config = dict(config)
+        self.calibrate(config.pop("confidence_temperatures", []))
         super().build(config)
         architecture = Architecture(**config)
         self.width = width = self.shape.hidden_size
@@ -147,6 +152,17 @@ class DSpark(DFlash):
 
     # ---------------------------------------------------------------- drafting
 
+    @property
+    def predicts_acceptance(self) -> bool:  # type: ignore[override]
+        """In a tree a node competes with its siblings, of which the confidence head knows nothing."""
+        return self.confidence_head is not None and self.tree is None
+
+    def calibrate(self, temperatures: list[float]) -> None:
+        """Divide the log-odds of the confidence at each position by these, and beyond them by the last. Raises ValueError."""
+        if not isinstance(temperatures, list) or not all(type(t) in (int, float) and 0 < t < math.inf for t in temperatures):
+            raise ValueError(f"confidence_temperatures={temperatures!r} must be a list of positive numbers, one a position")
+        self.temperatures = temperatures
+
     @torch.inference_mode()
     def propose(self, context: Context) -> Draft:
         draft_B = self.draft_lengths(context)
@@ -162,6 +178,8 @@ class DSpark(DFlash):
         memory_BR = None
         for k in range(base_BKV.shape[1]):
             log_odds_B = self.confidence(state_BKD[:, k], token_B) if context.return_confidence else None
+            if log_odds_B is not None and self.temperatures:
+                log_odds_B = log_odds_B / self.temperatures[min(k, len(self.temperatures) - 1)]
             read_BR, memory_BR = self.markov_head(state_BKD[:, k], token_B, memory_BR)
             token_B = sampler.sample(base_BKV[:, k] + self.markov_head.markov_w2(read_BR), log_odds_B)
         return sampler.draft(draft_B)

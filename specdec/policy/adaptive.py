@@ -2,10 +2,10 @@
 
 `Scheduled` looks K up by the number of rows, as vLLM's dynamic speculative decoding does. `Adaptive` weighs the value of a
 draft token against its cost. Its value is its survival: the probability that it and all draft tokens before it are accepted,
-estimated online (`AcceptanceModel`). Costs come from a table (`specdec.policy.cost_table`). With T(n) the seconds of a step
-that spends n draft tokens and r the tokens per second that the engine makes at this batch size, n tokens gain the sum of their
-survivals less r T(n). The policy takes the n with the largest gain, which maximises the long-run rate (Dinkelbach 1967;
-SpecDec++ 2405.19715 and SmartSpec 2406.14066 have rules of this kind).
+estimated online (`AcceptanceModel`), or by a drafter that predicts it. Costs come from a table (`specdec.policy.cost_table`).
+With T(n) the seconds of a step that spends n draft tokens and r the tokens per second that the engine makes at this batch size,
+n tokens gain the sum of their survivals less r T(n). The policy takes the n with the largest gain, which maximises the long-run
+rate (Dinkelbach 1967; SpecDec++ 2405.19715 and SmartSpec 2406.14066 have rules of this kind).
 
 What keeps this lossless: before drafting, decisions depend on past steps only. After drafting they depend on the drafter's
 confidence, which for a sampled token is a function of its distribution and not of the token. The distribution at a later
@@ -132,6 +132,19 @@ class AcceptanceModel:
             self.weight = self.weight + np.linalg.solve(hessian, gradient).clip(-2, 2)
 
 
+class DrafterAcceptance:
+    """The drafter's own word in place of an `AcceptanceModel`, for one that predicts acceptance."""
+
+    num_features = 2  # recent acceptance, which is not read, and the log-odds
+
+    def predict(self, feature_BKF: np.ndarray, position_BK: np.ndarray | None = None) -> np.ndarray:
+        """[B, K] probabilities."""
+        return _sigmoid(feature_BKF[:, :, 1])
+
+    def add(self, feature_NF: np.ndarray, position_N: np.ndarray, accepted_N: np.ndarray) -> None:
+        pass
+
+
 class Adaptive:
     """Chooses draft and verification lengths by expected tokens and measured costs.
 
@@ -142,7 +155,7 @@ class Adaptive:
     prunes: choose how much of a draft to verify (vLLM's enable_adaptive_verification).
     num_confidence_features: numbers that a draft has for each token (`Draft.confidence_BKF`).
     schedule: limits the length by batch size, beside costs; or nothing.
-    drafts_trees: of the proposer.
+    drafts_trees, predicts_acceptance: of the proposer.
     """
 
     def __init__(
@@ -155,6 +168,7 @@ class Adaptive:
         num_confidence_features: int = 0,
         schedule: Scheduled | None = None,
         drafts_trees: bool = False,
+        predicts_acceptance: bool = False,
     ):
         self.table = table
         self.drafts_trees = drafts_trees
@@ -169,7 +183,11 @@ class Adaptive:
         self.verify_s: dict[int, np.ndarray] = {}
         self.hull_slope_s: dict[tuple[int, int], np.ndarray] = {}
         self.pre_draft = AcceptanceModel(max_draft, 0)
-        self.post_draft = AcceptanceModel(max_draft, num_confidence_features) if prunes else None  # sees the confidence
+        self.post_draft: AcceptanceModel | DrafterAcceptance | None = None  # sees the confidence
+        if prunes:
+            self.post_draft = (
+                DrafterAcceptance() if predicts_acceptance else AcceptanceModel(max_draft, num_confidence_features)
+            )
         self.num_accepted_R: dict[int, float] = {}  # by row, decayed: draft tokens accepted, and draft tokens decided
         self.num_decided_R: dict[int, float] = {}
         self.idle_steps_R: dict[int, int] = {}  # steps since a draft token was decided
@@ -226,7 +244,7 @@ class Adaptive:
         verified_B = self._best(survival_BK, drafted_B, len(rows), drafting=False, causal=draft.q_BKV is not None)
         return np.where(broken_B, drafted_B, self._explore(rows, verified_B, drafted_B))
 
-    def _node_survival(self, draft: Draft, model: AcceptanceModel) -> np.ndarray:
+    def _node_survival(self, draft: Draft, model: AcceptanceModel | DrafterAcceptance) -> np.ndarray:
         """[B, K] P(the node and all above it are accepted); not above that of a node before it, so that the first are taken."""
         parent_BK = draft.parents()
         survival_BK = model.predict(self.feature_BKF, tree.depths(parent_BK))
@@ -347,7 +365,11 @@ class Adaptive:
             self.post_draft.add(self.feature_BKF[row_N, node_N], depth_N, is_accepted_BK[row_N, node_N])
 
     def _learn(
-        self, row_N: np.ndarray, position_N: np.ndarray, accepted_N: np.ndarray, *models: AcceptanceModel | None
+        self,
+        row_N: np.ndarray,
+        position_N: np.ndarray,
+        accepted_N: np.ndarray,
+        *models: AcceptanceModel | DrafterAcceptance | None,
     ) -> None:
         feature_NF = self.feature_BKF[row_N, position_N]
         for model in models:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.core import Proposer, Request
+from specdec.checkpoint import native
+from specdec.core import Policy, Proposer, Request
 from specdec.drafter.batch import Batch, Sample
 from specdec.engine import Engine
 from specdec.measure import stats
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.policy import calibration
+from specdec.policy.calibration import ConfidenceRecorder
 from specdec.rejection import Verifier
 from specdec.training.state import TrainState
 
@@ -48,14 +52,24 @@ def acceptance(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     max_batch_size: int = 8,
+    policy: Policy | None = None,
 ) -> dict[str, Any]:
     """Acceptance metrics of the engine when it decodes the prompts greedily with this drafter."""
-    engine = Engine(target, proposer, verifier, max_batch_size)
+    engine = Engine(target, proposer, verifier, max_batch_size, policy=policy)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [Request(str(i), list(ids), params) for i, ids in enumerate(prompts)]
     pooled = stats.pool([request.stats for request in engine.run(requests)])
     keys = ("mean_acceptance_length", "tokens_per_step", "acceptance_rate_per_position", "conditional_acceptance_per_position")
     return {key: pooled[key] for key in keys}
+
+
+def calibrated(recorder: ConfidenceRecorder, saved: Path) -> dict[str, Any]:
+    """Fit temperatures of the confidence to what was recorded, and add them to the checkpoint in a directory. Returns what the
+    confidence is worth with them, on the same prompts."""
+    table = recorder.table()
+    temperature_K = calibration.fit_temperatures(*table)
+    native.add_to_config(saved, confidence_temperatures=temperature_K.round(4).tolist())
+    return calibration.quality(*table, temperature_K)
 
 
 def prompts_of(samples: Sequence[Sample], count: int) -> list[list[int]]:

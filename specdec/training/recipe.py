@@ -29,10 +29,11 @@ from specdec.measure import logger, records
 from specdec.measure.report import console, page
 from specdec.measure.report import training as training_report
 from specdec.model.target import CausalLM, choose_device, fastest_dtype
+from specdec.policy.calibration import ConfidenceRecorder
 from specdec.script import is_main_process
 from specdec.training import features, loop
 from specdec.training.data import Loaded
-from specdec.training.evaluate import acceptance, prompts_of
+from specdec.training.evaluate import acceptance, calibrated, prompts_of
 from specdec.training.samples import draft_vocabulary, fingerprint, mask_token, split_validation
 from specdec.training.state import mixed_precision
 
@@ -125,9 +126,15 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     prompts = prompts_of(held_out, cfg.eval.num_prompts)
 
     def evaluate(saved: Path) -> dict[str, Any]:
-        """Decode with the drafter as it would be loaded."""
-        proposer = method.build(cfg.method.name, target, model=str(saved), **drafting)
-        return acceptance(target, proposer, rejection.build("standard"), prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size)
+        """Decode with the drafter as it would be loaded; where it predicts acceptance, calibrate that."""
+        proposer: Any = method.build(cfg.method.name, target, model=str(saved), **drafting)
+        recorder = None
+        if proposer.predicts_acceptance:
+            recorder = ConfidenceRecorder()
+            proposer.calibrate([])
+        verifier = rejection.build("standard")
+        decoding = acceptance(target, proposer, verifier, prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size, recorder)
+        return decoding if recorder is None else decoding | calibrated(recorder, saved)
 
     wandb_run = logger.WandbRun(config.plain(cfg), "train") if processes.is_main_process else None
     metrics = logger.Metrics(out_dir, wandb_run) if wandb_run else None

@@ -13,8 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec import rejection
+from specdec.checkpoint import native
 from specdec.drafter.base import DraftSampler, Init
 from specdec.method.dspark import DSpark, MarkovHead, Objective
+from specdec.policy.calibration import ConfidenceRecorder
+from specdec.training.evaluate import acceptance, calibrated
 from specdec.training.features import OnlineFeatures
 from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts, shaken
 from support.methods import context, tiny
@@ -144,6 +148,35 @@ def test_output_is_plain_decodings(name: str, batch_size: int) -> None:
     for is_reduced, settings in ((False, {}), (True, {"tree_topk": 2, "tree_depth": 3, "num_speculative_tokens": 6})):
         new = drafter(name, **{"num_speculative_tokens": 4, "is_reduced": is_reduced} | settings)
         assert decode(tiny(), new, prompts(*lengths), max_batch_size=batch_size) == plain("tiny", lengths)
+
+
+def test_the_confidence_of_a_draft_is_divided_by_temperatures() -> None:
+    """Beyond their end the last one holds; without asking, or in a tree, there is no calibrated confidence."""
+    new = drafter("vanilla", 3)
+    new.reserve(1, 64)
+    asking = replace(context(new, {0: prompts(9)[0]}, [3]), return_confidence=True)
+    plain_K = new.propose(asking).confidence_BKF[0, :, 0]
+    new.calibrate([2.0, 0.5])
+    torch.testing.assert_close(new.propose(asking).confidence_BKF[0, :, 0], plain_K / torch.tensor([2.0, 0.5, 0.5]))
+    assert new.predicts_acceptance
+    assert not drafter("vanilla", 3, tree_topk=2).predicts_acceptance
+    assert not DSpark(tiny(), DSpark.init_checkpoint(tiny(), {"enable_confidence_head": False}, FROZEN), 3).predicts_acceptance
+
+
+def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, one_line: Any) -> None:
+    """After an evaluation; a checkpoint that was altered is one line."""
+    new = drafter("vanilla", 3)
+    native.save(tmp_path, new.to_checkpoint(), {}, "")
+    recorder = ConfidenceRecorder()
+    acceptance(tiny(), new, rejection.build("standard"), prompts(5, 9, 30), 24, policy=recorder)
+    found = calibrated(recorder, tmp_path)
+    assert 0 <= found["confidence_calibration_error"] < 1
+    loaded = DSpark(tiny(), str(tmp_path), 3)
+    assert len(loaded.temperatures) == 3
+    assert loaded.temperatures == native.load(tmp_path).config["confidence_temperatures"]
+    for wrong in (0.0, [1.0, -1.0], ["x"], [float("inf")]):
+        native.add_to_config(tmp_path, confidence_temperatures=wrong)
+        one_line(lambda: DSpark(tiny(), str(tmp_path), 3), "confidence_temperatures", "positive")
 
 
 def test_confidence_without_acceptance_is_refused(one_line: Any) -> None:
