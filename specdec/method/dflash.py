@@ -50,8 +50,10 @@ class Architecture(Checked):
     draft_vocab_size: the most frequent tokens of the training data; null: all tokens, and the target's output layer.
     layer_type: `qwen3` norms queries and keys.
     num_hidden_layers: of the drafter.
-    sliding_window: positions that a layer looks back; null: all.
-    causal: tokens of a block see those before them alone.
+    sliding_window: positions that a sliding layer looks back.
+    layer_types: of each layer, sliding_attention or full_attention; null: all slide if there is a sliding_window.
+    sliding_window_non_causal: in sliding layers, too, tokens of a block see those behind them.
+    causal: in no layer do they.
     geometry: the shape of the layers.
     """
 
@@ -66,6 +68,8 @@ class Architecture(Checked):
     layer_type: Literal["llama", "qwen3"] = "qwen3"
     num_hidden_layers: int = Field(5, ge=1)
     sliding_window: int | None = Field(None, ge=1)
+    layer_types: list[Literal["sliding_attention", "full_attention"]] | None = None
+    sliding_window_non_causal: bool = False
     causal: bool = False
     geometry: Geometry = Geometry()
 
@@ -73,6 +77,19 @@ class Architecture(Checked):
     def max_draft(self) -> int:
         """Most tokens of a draft."""
         return self.block_size - (not self.sample_from_anchor)
+
+    def windows(self) -> list[int | None]:
+        """Of each layer, how many positions it looks back; None: all. Raises ValueError for types that do not fit."""
+        types = self.layer_types
+        if types is None:
+            return [self.sliding_window] * self.num_hidden_layers
+        if len(types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(types)} layers, and num_hidden_layers={self.num_hidden_layers}; give one each"
+            )
+        if self.sliding_window is None and "sliding_attention" in types:
+            raise ValueError("layer_types has sliding_attention, and sliding_window is null; give the positions it looks back")
+        return [self.sliding_window if kind == "sliding_attention" else None for kind in types]
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """The tapped layers, ascending and distinct."""
@@ -102,6 +119,20 @@ class Objective(ChainObjective):
 
     def weights(self, num_steps: int) -> list[float]:
         return [1.0 if self.position_decay is None else math.exp(-k / self.position_decay) for k in range(num_steps)]
+
+
+class ByLayer:
+    """`specdec.model.attention.Attention` of layers that see their block in different ways. of: one of each layer."""
+
+    def __init__(self, of: list[Any]):
+        self.of = of
+
+    def write_kv(self, layer: int, key_NGW: Tensor, value_NGW: Tensor) -> None:
+        self.of[layer].write_kv(layer, key_NGW, value_NGW)
+
+    def attend(self, layer: int, *arguments: Any) -> Tensor:
+        out: Tensor = self.of[layer].attend(layer, *arguments)
+        return out
 
 
 class DFlash(BlockDrafter, AutoregressiveDrafter):
@@ -139,7 +170,9 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
             raise ValueError(f"mask_token_id={mask} is outside 0..{last}, the rows of the target's embedding")
         self.mask_token_id = mask
         self.first_offset = 0 if architecture.sample_from_anchor else 1  # token of a block that drafts its first token
-        self.is_causal = architecture.causal
+        windows = architecture.windows()
+        slides_causally = not architecture.sliding_window_non_causal
+        self.is_causal = [architecture.causal or (window is not None and slides_causally) for window in windows]  # by layer
         self.hidden_layers = architecture.layers(self.target.num_layers)
         self.shape = architecture.geometry.of(self.target)
         width = self.shape.hidden_size
@@ -147,8 +180,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         self.fc = nn.Linear(len(self.hidden_layers) * width, width, bias=False)
         self.hidden_norm = LlamaRMSNorm(width, eps)
         self.layers: Any = nn.ModuleList(
-            Layer(self.shape, architecture.layer_type == "qwen3", i, sliding_window=architecture.sliding_window)
-            for i in range(architecture.num_hidden_layers)
+            Layer(self.shape, architecture.layer_type == "qwen3", i, sliding_window=window) for i, window in enumerate(windows)
         )
         self.norm = LlamaRMSNorm(width, eps)
 
@@ -193,9 +225,16 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         layout = BlockLayout(drafts_B.astype(np.int64), np.where(drafts_B, draft_B - 1 + self.first_offset, 0), draft_B, device)
         token_N = torch.full((layout.num_places,), self.mask_token_id, device=device)
         token_N = layout.put_committed(token_N, context.last_token_B[self._index(np.flatnonzero(drafts_B))])
-        visibility = CAUSAL if self.is_causal else Block()
-        batch = self.batch(context.rows, context.length_B - 1, layout.length_B, layout.query_N, visibility=visibility)
-        state_ND = self.body(token_N, batch.position_N, SlotAttention(batch))
+        start_B = context.length_B - 1
+        batches = {
+            is_causal: self.batch(
+                context.rows, start_B, layout.length_B, layout.query_N, visibility=CAUSAL if is_causal else Block()
+            )
+            for is_causal in set(self.is_causal)
+        }
+        batch = next(iter(batches.values()))
+        attention = ByLayer([SlotAttention(batches[is_causal]) for is_causal in self.is_causal])
+        state_ND = self.body(token_N, batch.position_N, attention)
         return self.norm(state_ND[batch.logits_at_N]), layout
 
     def _store(self, context: Context, places: np.ndarray) -> None:
@@ -239,10 +278,12 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         anchor_A = plan.steps[0].rows
         position_N = np.arange(len(plan.first_N)) - plan.first_N
         num_tokens = len(plan.steps) + self.first_offset
-        attention = BlockAttention(anchor_A, plan.first_N, num_tokens, self.is_causal, kernel)
+        attention = ByLayer(
+            [BlockAttention(anchor_A, plan.first_N, num_tokens, is_causal, kernel) for is_causal in self.is_causal]
+        )
         context_ND = self.fuse(batch.hidden(self.hidden_layers))
         for layer, (key, value) in enumerate(self.keys_and_values(context_ND, self._index(position_N))):
-            attention.write_context(layer, key, value)
+            attention.of[layer].write_context(layer, key, value)
         masks = batch.token_N.new_full(((num_tokens - 1) * len(anchor_A),), self.mask_token_id)
         token_M = torch.cat([batch.token_N[self._index(anchor_A)], masks])
         position_M = (position_N[anchor_A] + np.arange(num_tokens)[:, None]).ravel()

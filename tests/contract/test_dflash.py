@@ -27,7 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fill-in": {},
     "anchor": {"sample_from_anchor": True, "layer_type": "llama"},
     "causal": {"causal": True},
-    "window": {"sliding_window": 5},
+    "window": {"sliding_window": 5, "sliding_window_non_causal": True},
+    "mixed": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "causal-window": {"causal": True, "sliding_window": 5, "sample_from_anchor": True},
 }
 EVERY = pytest.mark.parametrize("name", VARIANTS)
@@ -172,7 +173,7 @@ def record(new: DFlash) -> dict[str, Any]:
     body = new.body
 
     def recorded(token_N: Tensor, position_N: Tensor, attention: Any) -> Tensor:
-        seen.update(token=token_N.tolist(), position=position_N.tolist(), batch=attention.batch)
+        seen.update(token=token_N.tolist(), position=position_N.tolist(), batch=attention.of[0].batch)
         return body(token_N, position_N, attention)
 
     new.body = recorded  # type: ignore[method-assign]
@@ -232,6 +233,8 @@ def test_a_row_drafts_the_same_in_any_company(name: str) -> None:
         ({"mask_token_id": 320}, ("mask_token_id=320", "0..319")),
         ({"aux_hidden_state_layer_ids": [1, 9]}, ("layer 9", "0..4")),
         ({"aux_hidden_state_layer_ids": []}, ("at least one layer",)),
+        ({"layer_types": ["full_attention"]}, ("1 layers", "num_hidden_layers is 5")),
+        ({"layer_types": ["sliding_attention"] * 5}, ("sliding_window",)),
     ],
 )
 def test_mistakes_are_one_line(architecture: dict[str, Any], words: tuple[str, ...], one_line: Any) -> None:
