@@ -431,6 +431,7 @@ class MethodFacts:
     train_script: stem of the script in train/ that trains its drafters; None: there is nothing to train
     mask_key: key of a checkpoint's config with the token whose embedding stands for tokens that are not known yet
     max_draft_key: key of a checkpoint's config with the most tokens of a draft
+    max_draft_of: the most tokens of a draft by a checkpoint's config, where no one key has it
     reuses_one_module: a `max_draft_key` of 1 does not limit a draft, since the one module is used again
     defaults_to_max: as many tokens as `max_draft_key` says is also the usual number
     serving: by engine, its name for the method: `method` of vLLM, `--speculative-algorithm` of SGLang
@@ -451,6 +452,7 @@ class MethodFacts:
     train_script: str | None = None
     mask_key: str | None = None
     max_draft_key: str | None = None
+    max_draft_of: Callable[[dict[str, Any]], int] | None = None
     reuses_one_module: bool = False
     defaults_to_max: bool = False
     serving: Mapping[str, str] = field(default_factory=dict)

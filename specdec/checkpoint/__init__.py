@@ -99,7 +99,8 @@ def format_of(directory: Path, config: dict[str, Any]) -> Format:
     for word in UNREADABLE:
         if word in words:
             readable = ", ".join(formats())
-            raise ValueError(f"{directory}: a drafter of kind {word}, which cannot be imported; readable: {readable}")
+            what = f"{directory}: model_type {model_type!r}, architectures {config.get('architectures')}"
+            raise ValueError(f"{what}: a {word} drafter of a kind that cannot be imported; readable: {readable}")
     raise ValueError(
         f"{directory}: no drafter of a known format (model_type {model_type!r}, architectures {config.get('architectures')}); "
         f"readable: {', '.join([native.NAME, *formats()])}"

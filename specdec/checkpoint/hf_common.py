@@ -58,8 +58,8 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
 # The type of a key, at the top of config.json and inside it; null is the same as absent.
 FIELD_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
-        ("eagle_config", "speculators_config", "verifier", "transformer_layer_config", "rope_scaling", "rope_parameters",
-         "target", SPECDEC_KEY),
+        ("eagle_config", "dflash_config", "speculators_config", "verifier", "transformer_layer_config", "rope_scaling",
+         "rope_parameters", "target", SPECDEC_KEY),
         ("a mapping", lambda value: isinstance(value, dict)),
     ),
     **dict.fromkeys(
@@ -67,7 +67,7 @@ FIELD_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("a list of words", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)),
     ),
     **dict.fromkeys(
-        ("eagle_aux_hidden_state_layer_ids", "top_k_tokens_per_head"),
+        ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids", "top_k_tokens_per_head"),
         ("a list of integers", lambda value: isinstance(value, list) and all(_is_int(each) for each in value)),
     ),
     "proposal_methods": ("a list of mappings", lambda v: isinstance(v, list) and all(isinstance(each, dict) for each in v)),
@@ -81,13 +81,15 @@ FIELD_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     **dict.fromkeys(
         ("hidden_size", "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "num_hidden_layers",
-         "max_position_embeddings", "speculative_tokens", "inner_dim", "emb_dim", "n_predict", "num_depths"),
+         "max_position_embeddings", "speculative_tokens", "inner_dim", "emb_dim", "n_predict", "num_depths",
+         "block_size", "markov_rank", "num_target_layers", "sliding_window", "swa_window_size"),
         ("an integer of 0 or more", lambda value: _is_int(value) and 0 <= value <= 2**31),
     ),
     **dict.fromkeys(MASK_KEYS, ("a token id", lambda value: _is_int(value))),
     **dict.fromkeys(
         ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "tie_weights", "scale_input",
-         "tie_word_embeddings"),
+         "tie_word_embeddings", "sample_from_anchor", "is_causal", "causal", "use_swa", "sliding_window_non_causal",
+         "enable_confidence_head", "confidence_head_with_markov"),
         ("true or false", lambda value: isinstance(value, bool)),
     ),
 }  # fmt: skip
@@ -564,8 +566,9 @@ def write_directory(
         config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     target_name = public_name(checkpoint)
     config[SPECDEC_KEY] = {"target": checkpoint.target | ({"name": target_name} if target_name else {})}
-    if "num_depths" in checkpoint.config:
-        config[SPECDEC_KEY]["num_depths"] = checkpoint.config["num_depths"]
+    for key in ("num_depths", "confidence_temperatures"):
+        if key in checkpoint.config:
+            config[SPECDEC_KEY][key] = checkpoint.config[key]
     if copies := sorted(copies):
         config[SPECDEC_KEY]["copies"] = copies
     write_weights(directory / "model.safetensors", tensors)

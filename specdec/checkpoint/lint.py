@@ -28,6 +28,7 @@ ENGINES = {
     "speculators": "speculators 0.9",
     "vllm_0_32": "vLLM <= 0.9.2 (MLP)",  # which ran the MLP speculator; its class stayed up to 0.32
     "vllm_medusa": "vLLM <= 0.32 (Medusa)",
+    "deepspec": "DeepSpec",
 }
 ALL_ENGINES = tuple(ENGINES)
 CURRENT_ENGINES = ("vllm", "sglang", "speculators")

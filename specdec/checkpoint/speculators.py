@@ -63,10 +63,7 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     hf_common.refuse_options(layer, {"tie_word_embeddings"}, f"{name}: transformer_layer_config")
     tensors = hf_common.read_tensors(directory)
     specdec = {hf_common.SPECDEC_KEY: config.get(hf_common.SPECDEC_KEY)}
-    facts = hf_common.target_facts(layer | specdec | {"target_hidden_size": config.get("target_hidden_size")}, name)
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    if verifier.get("name_or_path"):
-        facts.setdefault("name", verifier["name_or_path"])
+    facts = facts_of(config, layer, name)
     flags = {key: bool(config.get(key)) for key in FLAGS}
     if method == EAGLE3 and "norm_before_residual" not in config:
         raise ValueError(
@@ -78,6 +75,16 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     if checkpoint.method != method:
         raise ValueError(f"{name}: speculators_model_type={method!r}, and the weights are those of {checkpoint.method}")
     return checkpoint
+
+
+def facts_of(config: dict[str, Any], layer: dict[str, Any], name: str) -> dict[str, Any]:
+    """Facts about the target. layer: `transformer_layer_config`; name: of the checkpoint, for errors."""
+    of_target = {key: config.get(key) for key in (hf_common.SPECDEC_KEY, "target_hidden_size")}
+    facts = hf_common.target_facts(layer | of_target, name)
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    if verifier.get("name_or_path"):
+        facts.setdefault("name", verifier["name_or_path"])
+    return facts
 
 
 # ------------------------------------------------------------------------------------------------ write
@@ -104,27 +111,9 @@ def write(checkpoint: Checkpoint, directory: Path, export: Export) -> None:
             settings["geometry"], hidden, settings.get("num_hidden_layers", 1), vocab, rope_parameters=True
         ),
     }
-    default_count = min(NUM_SPECULATIVE_TOKENS, settings.get("num_depths") or NUM_SPECULATIVE_TOKENS)
     config = {
         "architectures": ["Eagle3Speculator" if method == EAGLE3 else "PEagleSpeculator"],
-        "speculators_model_type": method,
-        "speculators_version": VERSION,
-        "speculators_config": {
-            "algorithm": method,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": export.num_speculative_tokens or default_count,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {
-                "name_or_path": export.target_name or hf_common.public_name(checkpoint),
-                "architectures": _architectures(checkpoint.target.get("model_type")),
-            },
-        },
+        **usage(checkpoint, export, settings.get("num_depths")),
         "transformer_layer_config": layer,
         "draft_vocab_size": settings["draft_vocab_size"],
         "target_hidden_size": None,
@@ -142,6 +131,31 @@ def write(checkpoint: Checkpoint, directory: Path, export: Export) -> None:
     hf_common.write_directory(directory, config, tensors, checkpoint, copies)
 
 
+def usage(checkpoint: Checkpoint, export: Export, max_draft: int | None) -> dict[str, Any]:
+    """The keys that say how a drafter is meant to be used. max_draft: most tokens of a draft, if the drafter has a limit."""
+    default_count = min(NUM_SPECULATIVE_TOKENS, max_draft or NUM_SPECULATIVE_TOKENS)
+    return {
+        "speculators_model_type": checkpoint.method,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": checkpoint.method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": export.num_speculative_tokens or default_count,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": export.target_name or hf_common.public_name(checkpoint),
+                "architectures": _architectures(checkpoint.target.get("model_type")),
+            },
+        },
+    }
+
+
 def _architectures(model_type: str | None) -> list[str]:
     """The class of a model type in transformers, as a list; empty where there is none."""
     names: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type or "", [])
@@ -155,7 +169,7 @@ def lint(directory: Path, config: dict[str, Any], findings: Findings, target: Ta
     engines = ("vllm", "speculators")
     tensors = check_weights(config, hf_common.read_tensors(directory), findings)
     findings.error("sglang", "format", "SGLang does not read the speculators format; export with format=sglang")
-    _check_speculators_config(config, findings)
+    check_usage(config, findings)
     layer = config.get("transformer_layer_config")
     if not isinstance(layer, dict) or layer.get("model_type") not in LAYER_TYPES:
         layer_type = layer.get("model_type") if isinstance(layer, dict) else layer
@@ -200,7 +214,7 @@ def lint(directory: Path, config: dict[str, Any], findings: Findings, target: Ta
     raw_eagle3.check_table(tensors, sizes, findings, engines, target)
 
 
-def _check_speculators_config(config: dict[str, Any], findings: Findings) -> None:
+def check_usage(config: dict[str, Any], findings: Findings) -> None:
     """Check how many tokens to draft, and the target's name."""
     section = config.get("speculators_config") or {}
     if not isinstance(proposals(config).get("speculative_tokens"), int):

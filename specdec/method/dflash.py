@@ -73,11 +73,6 @@ class Architecture(Checked):
     causal: bool = False
     geometry: Geometry = Geometry()
 
-    @property
-    def max_draft(self) -> int:
-        """Most tokens of a draft."""
-        return self.block_size - (not self.sample_from_anchor)
-
     def windows(self) -> list[int | None]:
         """Of each layer, how many positions it looks back; None: all. Raises ValueError for types that do not fit."""
         types = self.layer_types
@@ -121,6 +116,11 @@ class Objective(ChainObjective):
         return [1.0 if self.position_decay is None else math.exp(-k / self.position_decay) for k in range(num_steps)]
 
 
+def max_draft(config: dict[str, Any]) -> int:
+    """Most tokens of a draft, by a checkpoint's config."""
+    return int(config["block_size"]) - (not config["sample_from_anchor"])
+
+
 class ByLayer:
     """`specdec.model.attention.Attention` of layers that see their block in different ways. of: one of each layer."""
 
@@ -137,7 +137,14 @@ class ByLayer:
 
 class DFlash(BlockDrafter, AutoregressiveDrafter):
     name = "dflash"
-    facts = MethodFacts(runs_model=True, name_marks=("dflash",), train_script="dflash", mask_key="mask_token_id")
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("dflash",),
+        train_script="dflash",
+        mask_key="mask_token_id",
+        max_draft_of=max_draft,
+        serving={"vllm": "dflash"},
+    )
     architecture_type = Architecture
     objective_type = Objective
     label_offset = 1
@@ -163,7 +170,7 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
             raise ValueError(
                 f"block_size={architecture.block_size} is over the {self.target.max_model_len} tokens of the target's context"
             )
-        self.limit_drafts(architecture.max_draft, "this drafter")
+        self.limit_drafts(max_draft(config), "this drafter")
         mask = architecture.mask_token_id
         last = self.target.vocab_size - 1
         if mask is None or mask > last:

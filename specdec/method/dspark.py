@@ -113,7 +113,14 @@ class ConfidenceHead(nn.Module):
 
 class DSpark(DFlash):
     name = "dspark"
-    facts = MethodFacts(runs_model=True, name_marks=("dspark",), train_script="dflash", mask_key="mask_token_id")
+    facts = MethodFacts(
+        runs_model=True,
+        name_marks=("dspark",),
+        train_script="dflash",
+        mask_key="mask_token_id",
+        max_draft_of=dflash.max_draft,
+        serving={"vllm": "dspark"},
+    )
     architecture_type = Architecture
     objective_type = Objective
     tree_builder = "beam"

@@ -123,10 +123,14 @@ def _num_speculative_tokens(
     facts = method.facts(drafter.method)
     key = facts.max_draft_key
     limit = hf_common.integer(drafter.config, key, drafter.name) if key and drafter.config.get(key) is not None else None
+    if facts.max_draft_of is not None:
+        limit = facts.max_draft_of(drafter.config)
     if limit == 1 and facts.reuses_one_module:
         limit = None
     if requested is not None and limit is not None and requested > limit:
-        raise ValueError(f"num_speculative_tokens={requested} is over the {limit} of this drafter ({key}); lower it")
+        raise ValueError(
+            f"num_speculative_tokens={requested} is over the {limit} of this drafter ({key or 'block_size'}); lower it"
+        )
     candidates = (
         requested,
         measurement.conditions.get("num_speculative_tokens") if measurement is not None else None,

@@ -51,6 +51,9 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+DEEP: dict[str, Any] = {"num_hidden_layers": 2, "block_size": 5}
+
+
 @dataclass(frozen=True)
 class Variant:
     """A drafter, and the engines that can be given it."""
@@ -91,10 +94,31 @@ VARIANTS = {
     "eagle3-gemma3": Variant(target="tiny-gemma3", reduced=True, engines=("vllm", "speculators")),
     "peagle": Variant("peagle", reduced=True, engines=("vllm", "speculators")),
     "peagle-qwen3-layer": Variant("peagle", {"layer_type": "qwen3", "fc_norm": True}, engines=("vllm", "speculators")),
+    "dflash": Variant("dflash", DEEP, FROZEN, engines=("vllm", "speculators")),
+    "dflash-mixed": Variant(
+        "dflash", DEEP | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}, reduced=True,
+        engines=("vllm", "speculators"),
+    ),
+    "dflash-window": Variant(
+        "dflash", DEEP | {"sliding_window": 5, "sliding_window_non_causal": True}, engines=("vllm", "speculators")
+    ),
+    "dflash-causal": Variant("dflash", DEEP | {"causal": True}, engines=("vllm",)),
+    "dflash-anchor": Variant("dflash", DEEP | {"sample_from_anchor": True}, FROZEN, engines=("deepspec", "speculators")),
+    "dflash-gemma3": Variant("dflash", DEEP, reduced=True, target="tiny-gemma3", engines=("vllm", "speculators")),
+    "dspark": Variant("dspark", DEEP | {"markov_rank": 8}, FROZEN, engines=("vllm", "deepspec", "speculators")),
+    "dspark-gated": Variant(
+        "dspark", DEEP | {"markov_rank": 8, "markov_head_type": "gated", "confidence_head_with_markov": False}, reduced=True,
+        engines=("vllm", "speculators"),
+    ),
+    "dspark-rnn": Variant(
+        "dspark", DEEP | {"markov_rank": 8, "markov_head_type": "rnn", "enable_confidence_head": False}, FROZEN,
+        engines=("vllm", "deepspec", "speculators"),
+    ),
     "mlp": Variant("mlp", {"tie_weights": False}, engines=("vllm",)),
     "mlp-tied": Variant("mlp", {"tie_weights": True, "scale_input": True, "n_predict": 4}, engines=("vllm",)),
     "mlp-one-head": Variant("mlp", {"tie_weights": True, "n_predict": 1, "inner_dim": HIDDEN}, engines=("vllm",)),
 }  # fmt: skip
+COPYING = ("speculators", "deepspec")  # engines whose directories hold the target's embedding and output layer
 PAIRS = [(name, engine) for name, variant in VARIANTS.items() for engine in variant.engines]
 CLAIMS = [
     (name, kind, engine)
@@ -144,7 +168,7 @@ def _trained(name: str) -> Checkpoint:
         table = mlp_speculator.shapes(config, HIDDEN)
         drafter = Checkpoint("mlp", config, native.facts(target), {key: torch.zeros(shape) for key, shape in table.items()})
     else:
-        kind: type[AutoregressiveDrafter] = Eagle if variant.kind == "eagle" else Eagle3
+        kind: type[AutoregressiveDrafter] = Eagle3 if variant.kind == "peagle" else method.find(variant.kind)
         drafter = kind.init_checkpoint(target, variant.architecture, variant.init, REDUCED if variant.reduced else None)
         if variant.kind == "peagle":
             taps = len(drafter.config["eagle_aux_hidden_state_layer_ids"])
@@ -160,7 +184,7 @@ def _trained(name: str) -> Checkpoint:
 
 def written(directory: Path, name: str, engine: str, **of_target: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    target = loaded(VARIANTS[name].target) if "gemma" in name or engine == "speculators" else None
+    target = loaded(VARIANTS[name].target) if "gemma" in name or engine in COPYING else None
     checkpoint.write(trained(name, **of_target), directory, engine, target)
     return directory
 
@@ -195,8 +219,8 @@ def same(read: Checkpoint, expected: Checkpoint) -> None:
 def test_what_is_written_comes_back(name: str, engine: str, tmp_path: Path) -> None:
     came = checkpoint.load(written(tmp_path, name, engine))
     same(came, trained(name))
-    copied = {"embed_tokens.weight"} if "gemma" in name or engine == "speculators" else set()
-    copied |= {"lm_head.weight"} if (name, engine) == ("eagle3-target-head", "speculators") else set()
+    copied = {"embed_tokens.weight"} if "gemma" in name or engine in COPYING else set()
+    copied |= {"lm_head.weight"} if engine in COPYING and not trained(name).config["own_lm_head"] else set()
     assert set(came.copies or {}) == copied
     drafter = method.find(came.method)(loaded(VARIANTS[name].target), came, 1)
     assert drafter.config == came.config
@@ -207,7 +231,8 @@ def test_a_format_holds_what_it_claims_to(name: str, kind: str, engine: str, tmp
     """With an untrained drafter of the method, so that a new format is tested without a line here. An engine may want copies
     of the target's tensors beside those of the drafter."""
     drafter = method.find(kind)
-    saved = drafter.init_checkpoint(loaded(), {}, drafter.init_type(train_lm_head=False))
+    architecture = {"sample_from_anchor": True} if engine == "deepspec" else {}
+    saved = drafter.init_checkpoint(loaded(), architecture, drafter.init_type(train_lm_head=False))
     checkpoint.write(saved, tmp_path, engine, loaded())
     again = checkpoint.load(tmp_path)
     assert checkpoint.format_of(tmp_path, hf_common.read_config(tmp_path)) is checkpoint.formats()[name]
@@ -519,7 +544,7 @@ def test_options_of_the_speculators_format(tmp_path: Path, one_line: Any) -> Non
     bad({"transformer_layer_config": layer | {"model_type": "gemma3"}}, "'gemma3'")
     bad({"transformer_layer_config": layer | {"attention_bias": True}}, "attention_bias=True")
     bad({"speculators_model_type": "peagle"}, "'peagle'")
-    bad({"speculators_model_type": "dflash"}, "dflash", "cannot be imported")
+    bad({"speculators_model_type": "xpress"}, "xpress", "cannot be imported")
 
 
 def test_only_layers_inside_eagle_config_are_read_as_outputs(tmp_path: Path) -> None:
@@ -575,7 +600,7 @@ def test_bad_directories(tmp_path: Path, one_line: Any) -> None:
     ("config", "words"),
     [
         ({"model_type": "hydra", "hydra_num_heads": 3}, ("hydra", "cannot be imported")),
-        ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}}, ("dflash", "cannot be imported")),
+        ({"architectures": ["DFlash2DraftModel"], "model_type": "qwen3"}, ("DFlash2DraftModel", "cannot be imported")),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}, ("deepseek", "cannot be imported")),
         ({"architectures": ["BertModel"], "model_type": "bert"}, ("known format", "'bert'")),
     ],
@@ -588,7 +613,9 @@ def test_formats_that_we_know_of(config: dict[str, Any], words: tuple[str, ...],
 
 # ------------------------------------------------------------------------------------------------------------------- lint
 
-LOADS = {"eagle": {"vllm"}, "eagle3": {"vllm", "sglang"}, "peagle": {"vllm"}, "mlp": {"vllm_0_32"}}
+LOADS = {"eagle": {"vllm"}, "eagle3": {"vllm", "sglang"}, "peagle": {"vllm"}, "mlp": {"vllm_0_32"}} | {
+    "dflash": {"vllm"}, "dspark": {"vllm"},
+}  # fmt: skip
 ONE_ENGINE = {"eagle3-qwen3-layer", "eagle3-norm-before-residual"}  # not in SGLang
 
 
@@ -610,14 +637,18 @@ def test_what_is_written_loads_where_it_should(name: str, engine: str, tmp_path:
     written(tmp_path, name, engine)
     kind = VARIANTS[name].kind
     target = VARIANTS[name].target
-    expected = (
-        {"vllm", "speculators"}
-        if engine == "speculators"
-        else {"sglang"}
-        if engine == "sglang" and kind == "eagle"
-        else LOADS[kind]
-    )
+    if engine == "speculators":
+        expected = {"vllm", "speculators"}
+    elif engine == "sglang" and kind == "eagle":
+        expected = {"sglang"}
+    elif engine == "deepspec":
+        expected = {"vllm", "deepspec"}
+    else:
+        expected = LOADS[kind]
+    if name == "dflash-anchor":
+        expected = expected - {"vllm"}  # which fills in
     looked_at = {"vllm", "sglang", "speculators"} | ({"vllm_0_32"} if kind == "mlp" else set())
+    looked_at |= {"deepspec"} if kind in ("dflash", "dspark") and engine != "speculators" else set()
     assert {one.engine for one in lint.check(tmp_path, target)} == looked_at, (
         "of others nothing is known, and nothing is claimed"
     )
