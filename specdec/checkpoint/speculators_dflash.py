@@ -2,7 +2,8 @@
 
 Weights are those of `raw_dflash`, `aux_hidden_state_layer_ids` count inputs as ours do, and the rest is as for EAGLE-3
 (`speculators`). Where the target's vocabulary is drafted whole, the package takes embedding and output layer from the target;
-copies are written all the same, for what loads the directory without it.
+copies are written all the same, for what loads the directory without it. Windows: the package trains with one that counts from
+the anchor, and engines decode with one that counts from each token, as this project does.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ def read(directory: Path, config: dict[str, Any]) -> Checkpoint:
     layer = layer_of(config, name)
     facts = speculators.facts_of(config, layer, name)
     keys = {key: config.get(key) for key in ("draft_vocab_size", hf_common.SPECDEC_KEY)}
-    checkpoint = raw_dflash.assemble(name, settings, facts, hf_common.read_tensors(directory), layer | keys)
-    method = method_of(config, set())
-    if checkpoint.method != method:
-        raise ValueError(f"{name}: speculators_model_type={method!r}, and the weights are those of {checkpoint.method}")
-    return checkpoint
+    tensors = hf_common.read_tensors(directory)
+    kinds = method_of(config, set()), raw_dflash.method_of(config, set(tensors))
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"{name}: speculators_model_type={kinds[0]!r}, and the weights are those of {kinds[1]}")
+    return raw_dflash.assemble(name, settings, facts, tensors, layer | keys)
 
 
 def needs_target(checkpoint: Checkpoint) -> bool:
@@ -95,6 +96,16 @@ def write(checkpoint: Checkpoint, directory: Path, export: Export) -> None:
     if settings.get("markov_head_type") == "rnn" and not settings["sample_from_anchor"]:
         raise ValueError(
             f"{name}: speculators' rnn head remembers the anchor's place too; train with train.drafter.sample_from_anchor=true"
+        )
+    if hf_common.scales_embedding(checkpoint):
+        raise ValueError(
+            f"{name}: its target scales the embedding, which speculators fetches for these drafters without the scale; give "
+            "format=vllm"
+        )
+    if settings["own_lm_head"] and settings["draft_vocab_size"] == hf_common.require(checkpoint, "vocab_size"):
+        raise ValueError(
+            f"{name} has an output layer of its own for all tokens, which speculators replaces by the target's; train with "
+            "train.init.train_lm_head=false, or with a draft vocabulary"
         )
     shared = ["embed_tokens.weight", *([] if settings["own_lm_head"] else ["lm_head.weight"])]
     if export.target is None:

@@ -100,11 +100,11 @@ VARIANTS = {
         engines=("vllm", "speculators"),
     ),
     "dflash-window": Variant(
-        "dflash", DEEP | {"sliding_window": 5, "sliding_window_non_causal": True}, engines=("vllm", "speculators")
+        "dflash", DEEP | {"sliding_window": 5, "sliding_window_non_causal": True}, FROZEN, engines=("vllm", "speculators")
     ),
     "dflash-causal": Variant("dflash", DEEP | {"causal": True}, engines=("vllm",)),
     "dflash-anchor": Variant("dflash", DEEP | {"sample_from_anchor": True}, FROZEN, engines=("deepspec", "speculators")),
-    "dflash-gemma3": Variant("dflash", DEEP, reduced=True, target="tiny-gemma3", engines=("vllm", "speculators")),
+    "dflash-gemma3": Variant("dflash", DEEP, reduced=True, target="tiny-gemma3", engines=("vllm",)),
     "dspark": Variant("dspark", DEEP | {"markov_rank": 8}, FROZEN, engines=("vllm", "deepspec", "speculators")),
     "dspark-gated": Variant(
         "dspark", DEEP | {"markov_rank": 8, "markov_head_type": "gated", "confidence_head_with_markov": False}, reduced=True,
@@ -224,6 +224,77 @@ def test_what_is_written_comes_back(name: str, engine: str, tmp_path: Path) -> N
     assert set(came.copies or {}) == copied
     drafter = method.find(came.method)(loaded(VARIANTS[name].target), came, 1)
     assert drafter.config == came.config
+
+
+PUBLIC = {
+    "z-lab": (
+        "dflash",
+        {"tie_word_embeddings": True, "dtype": "float32", "num_target_layers": 4},
+        {"sample_from_anchor": None, "causal": None},
+        (),
+    ),
+    "DeepSpec's DFlash": ("dflash-anchor", {"sample_from_anchor": None, "num_anchors": 512}, {}, ()),
+    "DeepSpec's DSpark": ("dspark", {"sample_from_anchor": None, "num_anchors": 512, "use_cache": True}, {}, ()),
+    "SpecForge's DSpark": (
+        "dspark",
+        {"architectures": ["DSparkDraftModel"], "sample_from_anchor": None},
+        {"projector_type": "dspark"},
+        ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head",
+         "confidence_head_with_markov"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", PUBLIC)
+def test_published_layouts_draft_as_ours(layout: str, tmp_path: Path) -> None:
+    """With the keys that their authors write, and none of ours: the logits of every block are those of the native drafter."""
+    name, top, nested, moved = PUBLIC[layout]
+    native_drafter = trained(name)
+    written(tmp_path, name, "deepspec" if "deepspec" in VARIANTS[name].engines else "vllm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    inside = (config.get("dflash_config") or {}) | nested | {key: config[key] for key in moved}
+    inside = {key: value for key, value in inside.items() if value is not None}
+    edited(tmp_path, specdec=None, dflash_config=inside or None, **dict.fromkeys(moved), **top)
+    came = checkpoint.load(tmp_path)
+    assert came.method == native_drafter.method
+    assert checkpoint.method_of(tmp_path) == came.method
+    batch = OnlineFeatures(loaded(), (2,))([Sample("", np.arange(100, 140), np.ones(40, dtype=bool))])
+    logits = []
+    for each in (came, native_drafter):
+        drafter: Any = method.find(each.method)(loaded(), each, 1)
+        assert drafter.hidden_layers == (2,)
+        plan = drafter.plan(batch, drafter.num_steps(0.0), 0)
+        with torch.no_grad():
+            logits.append([drafter.draft_logits(state) for state in drafter.unrolled(batch, plan)])
+    for a, b in zip(*logits, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layouts_of_blocks_that_are_refused(tmp_path: Path, one_line: Any) -> None:
+    def bad(name: str, engine: str, keys: dict[str, Any], *words: str) -> None:
+        edited(written(tmp_path, name, engine), **keys)
+        one_line(lambda: method.find(VARIANTS[name].kind)(loaded(), checkpoint.load(tmp_path), 1), *words)
+
+    inside = json.loads((written(tmp_path, "dflash", "vllm") / "config.json").read_text())["dflash_config"]
+    bad("dflash", "vllm", {"dflash_config": inside | {"mask_token_id": 9999}}, "mask_token_id=9999", "0..319")
+    bad("dflash", "vllm", {"dflash_config": inside | {"target_layer_ids": [3, 1]}}, "target_layer_ids", "ascending")
+    bad("dflash", "vllm", {"dflash_config": inside | {"target_layer_ids": [8]}}, "9", "0..4")
+    bad("dflash", "vllm", {"dflash_config": inside | {"attention_sink_bias": True}}, "attention_sink_bias")
+    bad("dflash", "vllm", {"mask_token_id": 5}, "mask_token_id", "which is it?")
+    bad("dflash", "vllm", {"block_size": None}, "block_size")
+    bad("dflash", "vllm", {"num_key_value_heads": 1}, "k_proj", "[32, 64]", "[16, 64]")
+    bad("dflash", "vllm", {"conv_kernel_size": 2}, "conv_kernel_size")
+    bad("dspark", "vllm", {"markov_head_type": "wide"}, "markov_head_type", "vanilla")
+    bad("dspark", "vllm", {"markov_rank": 4}, "confidence_head.proj.weight", "[1, 72]", "[1, 68]")
+    bad("dspark", "speculators", {"sample_from_anchor": None}, "sample_from_anchor is missing")
+    bad("dspark", "speculators", {"speculators_model_type": "dflash"}, "'dflash'", "dspark")
+    for name, engine, words in (
+        ("dflash-anchor", "vllm", ("sample_from_anchor", "deepspec")),
+        ("dflash", "deepspec", ("from the anchor", "format=vllm")),
+        ("dflash-causal", "speculators", ("causal",)),
+        ("dflash-gemma3", "speculators", ("scale",)),
+    ):
+        one_line(lambda n=name, e=engine: written(tmp_path / "x", n, e), *words)
 
 
 @pytest.mark.parametrize(("name", "kind", "engine"), CLAIMS)
@@ -959,7 +1030,56 @@ def test_the_package_drafts_the_same_in_one_pass(name: str, tmp_path: Path, monk
             assert gap < 1e-4 * max(1, wanted.abs().max()), (d, gap)
 
 
-@pytest.mark.parametrize("name", [*PACKAGED, "peagle", "peagle-qwen3-layer"])
+BLOCKS = [
+    name for name, variant in VARIANTS.items() if variant.kind in ("dflash", "dspark") and "speculators" in variant.engines
+]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_package_drafts_the_same_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DFlash and DSpark: logits, and confidence, of every token of the blocks at some anchors. A window that reaches over the
+    document: the package counts it from the anchor, and engines count it from each token."""
+    wide = trained(name)
+    if wide.config["sliding_window"]:
+        wide.config["sliding_window"] = 64
+    target = loaded(VARIANTS[name].target)
+    checkpoint.write(wide, tmp_path, "speculators", target, str(target.path))
+    package_drafter = package(tmp_path)
+    size = wide.config["block_size"]
+    ours: Any = method.find(wide.method)(target, wide, 1)
+    anchors = [1, 2, 7, 20, 33]
+    module = f"speculators.models.{wide.method}.core"
+    core = importlib.import_module(module)
+    chosen = torch.tensor(anchors), torch.ones(len(anchors), dtype=torch.bool)
+    monkeypatch.setattr("speculators.models.dflash.core.select_anchors", lambda *of: chosen)
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(core, "compute_metrics", lambda *of, **named: seen.append(of) or (torch.zeros(()), {}))
+    tokens = np.random.default_rng(0).integers(0, VOCAB - 1, 40)
+    batch = OnlineFeatures(target, ours.hidden_layers)([Sample("", tokens, np.ones(40, dtype=bool))])
+    plan = ours.plan(batch, ours.num_steps(0.0), 0)
+    with torch.no_grad():
+        package_drafter(
+            hidden_states=batch.hidden(ours.hidden_layers).flatten(1).unsqueeze(0),
+            input_ids=torch.from_numpy(tokens).unsqueeze(0),
+            loss_mask=torch.ones(1, 40),
+            verifier_last_hidden_states=batch.hidden([target.num_layers]).flatten(1).unsqueeze(0),
+            document_ids=torch.zeros(1, 40, dtype=torch.int64),
+            max_anchors=len(anchors),
+        )
+        ((logits, _, confidence, *_),) = seen
+        theirs = logits[0].unflatten(0, (len(anchors), size))
+        for k, (state, step) in enumerate(zip(ours.unrolled(batch, plan), plan.steps, strict=True)):
+            rows = torch.from_numpy(np.searchsorted(step.rows, anchors))
+            wanted = ours.draft_logits(state[rows])
+            got = theirs[:, k + ours.first_offset]
+            assert (wanted - got).abs().max() < 1e-4 * max(1, wanted.abs().max()), k
+            if wide.config.get("enable_confidence_head"):
+                prev = batch.token_N[torch.tensor(anchors) + k]
+                got = confidence[0].unflatten(0, (len(anchors), size))[:, k + ours.first_offset]
+                assert (ours.confidence(state[rows][:, : ours.width], prev) - got).abs().max() < 1e-4, k
+
+
+@pytest.mark.parametrize("name", [*PACKAGED, "peagle", "peagle-qwen3-layer", *BLOCKS])
 def test_what_the_package_writes_is_read(name: str, tmp_path: Path) -> None:
     """Ours -> the package's own save -> ours: nothing was lost or made up on the way."""
     package_drafter = package(packaged(tmp_path / "ours", name))
