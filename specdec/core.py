@@ -256,6 +256,18 @@ class RequestStats:
             self.accepted_nodes.append(list(range(self.accepted[step])))
 
     @property
+    def rejections(self) -> list[int]:
+        """Places in the output of tokens that the target emitted in place of a rejected draft token, or where no child of the
+        last accepted node was right."""
+        places = []
+        place = 1  # the token that prefill yields belongs to no step
+        for depth, accepted, emitted in zip(self.depths, self.accepted, self.emitted, strict=True):
+            if accepted < min(depth, emitted):
+                places.append(place + accepted)
+            place += emitted
+        return places
+
+    @property
     def depths(self) -> list[int]:
         """Tokens of each draft's longest path."""
         if not self.draft_parents:

@@ -26,14 +26,17 @@ class UnstableTemplate(ValueError):
 @dataclass(frozen=True)
 class Rendered:
     """token_ids of a conversation; loss_mask: 1 where the target would have generated the token; num_merged: earlier answers of
-    which a token of the rendering reaches over the border, so that only the tokens inside are supervised."""
+    which a token of the rendering reaches over the border, so that only the tokens inside are supervised; rejected_mask: 1
+    where a draft token was rejected when the conversation was made, if that is known."""
 
     token_ids: list[int]
     loss_mask: list[int]
     num_merged: int = field(default=0, compare=False)
+    rejected_mask: list[int] | None = None
 
     def truncated(self, max_length: int | None) -> Rendered:
-        return Rendered(self.token_ids[:max_length], self.loss_mask[:max_length], self.num_merged)
+        rejected_mask = None if self.rejected_mask is None else self.rejected_mask[:max_length]
+        return Rendered(self.token_ids[:max_length], self.loss_mask[:max_length], self.num_merged, rejected_mask)
 
 
 @dataclass(frozen=True)

@@ -458,6 +458,8 @@ class Prepare(Checked):
     """conf/prepare.yaml"""
 
     model: Model
+    drafter: Text | None
+    num_speculative_tokens: Count
     prompts: PathText | None
     synthesize: Synthesis
     answers: Answers

@@ -18,12 +18,14 @@ class Sample:
     token_n: int64 [n].
     mask_n: bool [n], True where a token is supervised.
     part_of: name of the conversation, where that makes several samples.
+    rejected_n: bool [n], True where a draft token was rejected when a drafter and the target made the sample, if they did.
     """
 
     id: str
     token_n: np.ndarray
     mask_n: np.ndarray
     part_of: str | None = None
+    rejected_n: np.ndarray | None = None
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Batch:
 
     ids: names of the samples.
     length_B, mask_N: lengths and loss mask, on the host: which rows take part is decided there, without waiting for the device.
+    rejected_N: on the host, where draft tokens were rejected; nowhere in a sample of which it is not known.
     layers: ids of the T tapped layers.
     token_N, hidden_NTD: tokens, and the target's states of the tapped layers.
     argmax_N, logsumexp_N: the target's likeliest next token and the logsumexp of its logits, where the next token is generated.
@@ -59,6 +62,7 @@ class Batch:
     ids: list[str]
     length_B: np.ndarray
     mask_N: np.ndarray
+    rejected_N: np.ndarray
     layers: tuple[int, ...]
     token_N: Tensor
     hidden_NTD: Tensor | None
@@ -87,6 +91,9 @@ def collate(
         ids=[sample.id for sample in samples],
         length_B=np.array([len(sample.token_n) for sample in samples]),
         mask_N=np.concatenate([sample.mask_n for sample in samples]),
+        rejected_N=np.concatenate(
+            [np.zeros_like(sample.mask_n) if sample.rejected_n is None else sample.rejected_n for sample in samples]
+        ),
         layers=layers,
         token_N=join([torch.from_numpy(sample.token_n) for sample in samples]),
         hidden_NTD=None if features is None else join([each.hidden_nTD for each in features]),

@@ -177,7 +177,7 @@ def distill(
     scale_logits: ScaleLogits | None = None,
     row_weights: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, RowSums, list[Rows]]:
-    """The sum over steps and rows of step_weight x row_weight x loss, and what was found on every step's rows; the sums are
+    """The sum over steps and rows of step_weight x row_weight x loss, and what is known of every step's rows; the sums are
     without step_weight and row_weight.
 
     hidden: per step, [M, D] states that the draft's output layer reads.
@@ -252,13 +252,13 @@ class _Distill(torch.autograd.Function):
                         if scale_logits is not None:
                             logits, derivative = scale_logits(logits)
                         row_probs = None if probs is None else tuple(x[index] for x in probs)
-                        slope, loss, found = _compare(logits, row_probs, label[index], token[index], terms)
+                        slope, loss, values = _compare(logits, row_probs, label[index], token[index], terms)
                         if scale_logits is not None:
                             slope = slope * derivative
                         loss = loss * row_weight[index]
                         num_rows = torch.full_like(loss.sum(), d - c)
-                        sums[k] += torch.stack([loss.sum(), found.hit.sum(), found.overlap.sum(), num_rows])
-                        hits[k][c:d], overlaps[k][c:d], token_probs[k][c:d] = found
+                        sums[k] += torch.stack([loss.sum(), values.hit.sum(), values.overlap.sum(), num_rows])
+                        hits[k][c:d], overlaps[k][c:d], token_probs[k][c:d] = values
                         total_weight = row_weight[index]
                         if row_weights is not None:
                             loss = loss * row_weights[k][c:d].to(exact)
@@ -273,9 +273,9 @@ class _Distill(torch.autograd.Function):
         total = (weighted_loss * torch.tensor(step_weight, dtype=exact, device=device)).sum()
         ctx.grads = grad_weight, grad_hidden
         ctx.types = weight.dtype, [h.dtype for h in hidden]
-        rows_found = *hits, *overlaps, *token_probs
-        ctx.mark_non_differentiable(sums, *rows_found)
-        return total, sums, *rows_found
+        row_values = *hits, *overlaps, *token_probs
+        ctx.mark_non_differentiable(sums, *row_values)
+        return total, sums, *row_values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
@@ -416,11 +416,11 @@ def chain_weights(weighting: str, rows: Sequence[Rows], prev_match: Sequence[np.
     """
     trusts = []
     befores: list[Tensor] = []  # the product over the steps before
-    for k, found in enumerate(rows):
+    for k, values in enumerate(rows):
         if weighting == "d_pace":
-            trusts.append((1 - D_PACE_FLOOR) * found.token_prob + D_PACE_FLOOR)
+            trusts.append((1 - D_PACE_FLOOR) * values.token_prob + D_PACE_FLOOR)
         else:
-            trusts.append(found.overlap)
+            trusts.append(values.overlap)
         befores.append(torch.ones_like(trusts[k]))
         if k:
             here, place = _links(prev_match[k], trusts[k].device)

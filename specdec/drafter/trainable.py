@@ -86,11 +86,15 @@ class Objective(Checked):
     """What is minimised.
 
     loss: weights of the losses of `specdec.drafter.losses`.
+    focus: rejected: tokens where a draft token was rejected when the data were made weigh focus_weight; null: all weigh 1
+        (Draft-OPD, 2605.29343, replays rejections).
     """
 
     what: ClassVar[str] = "train.objective key"
 
     loss: losses.Terms = Field({"nll": 1.0})
+    focus: Literal["rejected"] | None = None
+    focus_weight: float = Field(4.0, ge=0)
 
     @property
     def reads_target(self) -> bool:
@@ -316,6 +320,9 @@ class UnrolledDrafter(nn.Module):
         weight_Q = torch.ones(len(label_Q), device=label_Q.device)
         if batch.weight_B is not None:
             weight_Q = self._index(batch.weight_B.repeat(batch.length_B))[place].float()
+        if self.objective.focus is not None:
+            is_rejected_Q = self._index(batch.rejected_N[plan.labelled + 1])
+            weight_Q = torch.where(is_rejected_Q, self.objective.focus_weight * weight_Q, weight_Q)
         if self.objective.mask_outside_vocab:
             weight_Q = weight_Q * (label_Q >= 0)
         scale_logits = self.target.scale_logits

@@ -37,6 +37,7 @@ from specdec.model.target import CausalLM
 from specdec.rows import hub_rows, local_rows
 
 DEMO = ASSETS / "train.jsonl.gz"
+PRETOKENIZED = frozenset(("input_ids", "loss_mask", "rejected_mask"))
 # Columns that input_ids are tokenized from: of a row with input_ids they are not unused.
 TEXT_COLUMNS = frozenset(("messages", "conversations", "prompt", "response", "text", "tools", "functions", "system"))
 
@@ -147,10 +148,11 @@ def load(
     eos_token_ids, template_kwargs: as in `render`.
 
     A row is a conversation (`conversations` or `messages`, with role/content or from/value), or `prompt` and `response`, or
-    `instruction`, `input` and `output` (Alpaca), or `input_ids` and `loss_mask`, or plain `text`, of which every token is
-    supervised; `id` is optional. A conversation may have `tools` (JSON schemas, or their JSON text) and `system`, a message in
-    front. A row that cannot be used is skipped and counted, and so is a field that nothing reads. A conversation whose template
-    changes earlier turns, or begins a turn otherwise than decoding, becomes one sample per assistant turn.
+    `instruction`, `input` and `output` (Alpaca), or `input_ids`, `loss_mask` and perhaps `rejected_mask`, or plain `text`, of
+    which every token is supervised; `id` is optional. A conversation may have `tools` (JSON schemas, or their JSON text) and
+    `system`, a message in front. A row that cannot be used is skipped and counted, and so is a field that nothing reads. A
+    conversation whose template changes earlier turns, or begins a turn otherwise than decoding, becomes one sample per
+    assistant turn.
 
     Raises ValueError, one line, if nothing usable is left.
     """
@@ -171,7 +173,7 @@ def load(
         if num_rows == 1 and loaded.header is not None:
             loaded.is_retokenized = not _reads(tokenizer, row)
         if loaded.is_retokenized and isinstance(row, dict):
-            row = {key: value for key, value in row.items() if key not in ("input_ids", "loss_mask")}
+            row = {key: value for key, value in row.items() if key not in PRETOKENIZED}
         try:
             rendered, unused = _rendered_row(row, tokenizer, vocab_size, max_length, eos_token_ids, template_kwargs)
         except ValueError as error:
@@ -190,7 +192,8 @@ def load(
                 continue
             id = ids.unique(f"{name}/{number}" if len(rendered) > 1 else name)
             part_of = where if len(rendered) > 1 else None
-            loaded.samples.append(Sample(id, np.array(part.token_ids, dtype=np.int64), mask_n, part_of))
+            rejected_n = None if part.rejected_mask is None else np.array(part.rejected_mask, dtype=bool)
+            loaded.samples.append(Sample(id, np.array(part.token_ids, dtype=np.int64), mask_n, part_of, rejected_n))
     if not loaded.samples:
         raise ValueError(f"{source}: no row can be trained on ({loaded.skipped_note or 'it is empty'})")
     return loaded
@@ -313,7 +316,7 @@ def _rendered_row(
     if isinstance(row, dict):
         check_unicode([row.get(key) for key in ("id", "conversation_id", "text")])
     if isinstance(row, dict) and "input_ids" in row:
-        return [_pretokenized(row, vocab_size, max_length)], unused_fields(row, {"input_ids", "loss_mask", *TEXT_COLUMNS})
+        return [_pretokenized(row, vocab_size, max_length)], unused_fields(row, PRETOKENIZED | TEXT_COLUMNS)
     if isinstance(row, dict) and isinstance(row.get("text"), str) and not {"messages", "conversations", "prompt"} & set(row):
         ids = tokenizer(row["text"])["input_ids"][:max_length]
         return [Rendered(ids, [1] * len(ids))], unused_fields(row, {"text"})
@@ -356,9 +359,11 @@ def _plain_pair(messages: Sequence[Message], tokenizer: Any) -> Rendered:
 
 def _pretokenized(row: dict[str, Any], vocab_size: int, max_length: int | None) -> Rendered:
     ids = row["input_ids"]
-    mask = row.get("loss_mask")
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise ValueError(f"input_ids are not token ids of the target (0..{vocab_size - 1})")
-    if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
-        raise ValueError("loss_mask is not a list of 0 and 1, as long as input_ids")
-    return Rendered(ids[:max_length], [int(value) for value in mask[:max_length]])
+    masks = {"loss_mask": row.get("loss_mask"), "rejected_mask": row.get("rejected_mask", [0] * len(ids))}
+    for key, mask in masks.items():
+        if not isinstance(mask, list) or len(mask) != len(ids) or not all(value in (0, 1) for value in mask):
+            raise ValueError(f"{key} is not a list of 0 and 1, as long as input_ids")
+    loss_mask, rejected_mask = ([int(value) for value in mask] for mask in masks.values())
+    return Rendered(ids, loss_mask, rejected_mask=rejected_mask if "rejected_mask" in row else None).truncated(max_length)

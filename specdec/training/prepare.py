@@ -2,7 +2,7 @@
 
 The prompts are a file's, whose answers are dropped and made anew turn by turn, or made up by the target too
 (`specdec.training.synthesize`). The result is a header and one line per conversation: messages, input_ids, and loss_mask with 1
-where the target generated the token.
+where the target generated the token. With a drafter, which makes it faster, rejected_mask has 1 where a draft was rejected.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ def run(cfg: pages.Prepare) -> None:
     if cfg.prompts is None:
         sampling_params(cfg.synthesize)
         openings = read_openings(Path(cfg.synthesize.openings or OPENINGS))
+    drafter_method = None if cfg.drafter is None else method.of_checkpoint(cfg.drafter)
     torch.set_num_threads(cfg.num_threads or 1)
 
     target = cfg.model.load(fastest=True)
     max_model_len = min(cfg.max_model_len, target.max_model_len)
     proposer = method.build(method.PLAIN, target)
+    if drafter_method is not None:
+        proposer = method.build(drafter_method, target, model=cfg.drafter, num_speculative_tokens=cfg.num_speculative_tokens)
     engine = Engine(target, proposer, rejection.build("standard"), cfg.max_batch_size, max_model_len)
     prompts = Path(cfg.prompts) if cfg.prompts is not None else synthesize(cfg, engine, openings)
     conversations = [task for task in read_prompts(prompts, cfg.limit, target.tokenizer) if fits(engine, task)]
@@ -63,6 +66,7 @@ def run(cfg: pages.Prepare) -> None:
         "dtype": str(target.dtype).removeprefix("torch."),
         "revision": cfg.model.revision,
         "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest(),
+        "drafter": None if drafter_method is None else [drafter_method, cfg.drafter, cfg.num_speculative_tokens],
         "prompts": {"file": prompts.name, "fingerprint": tasks.fingerprint(conversations), "count": len(conversations)},
         "synthesize": None if cfg.prompts is not None else config.plain(cfg.synthesize),
         "answers": config.plain(cfg.answers),
@@ -100,6 +104,7 @@ def conversation_row(task: Task, requests: list[Request], tokenizer: Any) -> dic
     last = requests[-1]
     input_ids = [*last.prompt_token_ids, *last.output_token_ids]
     loss_mask = [0] * len(input_ids)
+    rejected_mask = [0] * len(input_ids)
     messages = [{"role": "system", "content": task.system}] if task.system else []
     for turn, request in zip(task.turns, requests, strict=False):
         text = tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
@@ -107,6 +112,9 @@ def conversation_row(task: Task, requests: list[Request], tokenizer: Any) -> dic
         first = len(request.prompt_token_ids)
         end = common_prefix_length(input_ids, [*request.prompt_token_ids, *request.output_token_ids])
         loss_mask[first:end] = [1] * (end - first)
+        for place in request.stats.rejections:
+            if first + place < end:
+                rejected_mask[first + place] = 1
     row = {
         "id": task.id,
         "category": task.category,
@@ -116,6 +124,8 @@ def conversation_row(task: Task, requests: list[Request], tokenizer: Any) -> dic
         "temperature": last.params.temperature,
         "finish_reason": last.finish_reason,
     }
+    if any(any(request.stats.drafted) for request in requests):
+        row["rejected_mask"] = rejected_mask
     return row | ({"tools": json.loads(task.tools)} if task.tools else {})
 
 

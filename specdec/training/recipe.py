@@ -109,6 +109,11 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
     # features need no more precision than decoding has; the drafter's own weights are float32 whatever this says
     target = CausalLM(cfg.model.source, cfg.model.dtype or fastest_dtype(device), str(device), cfg.model.revision)
     data = load_data(cfg, target, processes.is_main_process)
+    if recipe.objective.focus is not None and all(sample.rejected_n is None for sample in data.samples):
+        raise ValueError(
+            f"train.objective.focus={recipe.objective.focus}: the data do not say where drafts were rejected; make them with "
+            "train/prepare.py drafter=DIR, or leave focus out"
+        )
     samples, held_out = split_validation(data.samples, cfg.data.held_out)
     checkpoint = new_drafter(recipe, target, cfg, samples, held_out)
     drafting = {key: value for key, value in cfg.method.settings.items() if key not in NOT_TRAINED}

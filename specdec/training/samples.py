@@ -31,6 +31,8 @@ def fingerprint(samples: Iterable[Sample]) -> str:
     for sample in samples:
         digest.update(sample.token_n.tobytes())
         digest.update(sample.mask_n.tobytes())
+        if sample.rejected_n is not None:
+            digest.update(sample.rejected_n.tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -1067,11 +1067,11 @@ def test_the_package_drafts_the_same_blocks(name: str, tmp_path: Path, monkeypat
             max_anchors=len(anchors),
         )
         ((logits, _, confidence, *_),) = seen
-        theirs = logits[0].unflatten(0, (len(anchors), size))
+        of_package = logits[0].unflatten(0, (len(anchors), size))
         for k, (state, step) in enumerate(zip(ours.unrolled(batch, plan), plan.steps, strict=True)):
             rows = torch.from_numpy(np.searchsorted(step.rows, anchors))
             wanted = ours.draft_logits(state[rows])
-            got = theirs[:, k + ours.first_offset]
+            got = of_package[:, k + ours.first_offset]
             assert (wanted - got).abs().max() < 1e-4 * max(1, wanted.abs().max()), k
             if wide.config.get("enable_confidence_head"):
                 prev = batch.token_N[torch.tensor(anchors) + k]

@@ -626,6 +626,26 @@ def test_the_loss_of_an_mlp_is_the_sum_over_its_heads(variant: str) -> None:
     assert len(sums.loss_K) == trained.config["n_predict"]
 
 
+@pytest.mark.parametrize("variant", FEW)
+def test_a_focus_is_so_many_copies_of_its_tokens(variant: str) -> None:
+    """With a weight of 3, loss and gradients are those of all tokens and twice those of the rejected ones; sums of hits and
+    overlaps know nothing of it."""
+    more = {"confidence": 0} if variant == "dspark" else {}
+    trained = trainable(variant, focus="rejected", focus_weight=3.0, **more)
+    batch = features(trained, SAMPLES)
+    assert not batch.rejected_N.any()
+    plain = gradients(trained, batch)
+    batch.rejected_N = np.random.default_rng(1).random(len(batch.mask_N)) < 0.3
+    focused = gradients(trained, batch)
+    trained.objective = trained.objective.model_copy(update={"focus_weight": 0.0})
+    others = gradients(trained, batch)
+    close(focused[0] - plain[0], 2 * (plain[0] - others[0]), 1e-4)
+    for name, grad in plain[2].items():
+        close(focused[2][name] - grad, 2 * (grad - others[2][name]), 1e-3, name)
+    assert (focused[0] - plain[0]).abs() > 0.1
+    assert torch.equal(focused[1][:, 1:4], plain[1][:, 1:4])
+
+
 @pytest.mark.parametrize("variant", ["mlp", "peagle", "mtp", "mtp-4-qwen3", *UNLISTED])
 def test_e2e_tv_is_minus_the_expected_number_of_accepted_tokens(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every parameter the gradient, against autograd through the products of acceptances."""

@@ -169,8 +169,8 @@ def test_temperatures_are_saved_with_the_drafter(tmp_path: Path, one_line: Any) 
     native.save(tmp_path, new.to_checkpoint(), {}, "")
     recorder = ConfidenceRecorder()
     acceptance(tiny(), new, rejection.build("standard"), prompts(5, 9, 30), 24, policy=recorder)
-    found = calibrated(recorder, tmp_path)
-    assert 0 <= found["confidence_calibration_error"] < 1
+    quality = calibrated(recorder, tmp_path)
+    assert 0 <= quality["confidence_calibration_error"] < 1
     loaded = DSpark(tiny(), str(tmp_path), 3)
     assert len(loaded.temperatures) == 3
     assert loaded.temperatures == native.load(tmp_path).config["confidence_temperatures"]

@@ -25,10 +25,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def simulated(temperature_K: list[float], num_drafts: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
     """Log-odds that are wrong by these factors, and what happened."""
     rng = np.random.default_rng(0)
-    said_NK = rng.normal(1.0, 1.5, (num_drafts, len(temperature_K)))
-    happened_NK = rng.random(said_NK.shape) < sigmoid(said_NK / np.array(temperature_K))
-    said_NK[: num_drafts // 4, -1] = np.nan  # shorter drafts
-    return said_NK, happened_NK.cumprod(1).astype(bool)
+    log_odds_NK = rng.normal(1.0, 1.5, (num_drafts, len(temperature_K)))
+    happened_NK = rng.random(log_odds_NK.shape) < sigmoid(log_odds_NK / np.array(temperature_K))
+    log_odds_NK[: num_drafts // 4, -1] = np.nan  # shorter drafts
+    return log_odds_NK, happened_NK.cumprod(1).astype(bool)
 
 
 def test_temperatures_are_found_again() -> None:
@@ -43,9 +43,9 @@ def test_temperatures_are_found_again() -> None:
 
 
 def test_a_position_that_nobody_drafted_is_left_alone() -> None:
-    said_NK, survived_NK = simulated([2.0, 1.0])
-    said_NK[:, 1] = np.nan
-    assert calibration.fit_temperatures(said_NK, survived_NK)[1] == 1
+    log_odds_NK, survived_NK = simulated([2.0, 1.0])
+    log_odds_NK[:, 1] = np.nan
+    assert calibration.fit_temperatures(log_odds_NK, survived_NK)[1] == 1
 
 
 def test_the_measures_in_words() -> None:
@@ -92,10 +92,10 @@ def test_lengths_follow_the_drafters_own_word(case: str) -> None:
     policy.output[3] = [rate * 1000, 1000.0]  # what it makes in the long run
     draft = Draft(torch.zeros(3, 4, dtype=torch.int64), torch.full((3,), 4), confidence_BKF=log_odds)
     assert policy.verify_lengths(np.arange(3), draft).tolist() == lengths
-    drawn = Draft(draft.token_BK, draft.length_B, torch.full((3, 4, 2), 0.5), confidence_BKF=log_odds)
+    sampled = Draft(draft.token_BK, draft.length_B, torch.full((3, 4, 2), 0.5), confidence_BKF=log_odds)
     survival = np.sort(confidence.cumprod(1).ravel())[::-1]
     price = rate * np.diff(seconds_N)
-    got = policy.verify_lengths(np.arange(3), drawn)
+    got = policy.verify_lengths(np.arange(3), sampled)
     if case == "smooth":  # convex costs: the hull is the costs
         assert got.sum() == causal_count(survival, price)
         assert got.tolist() == lengths
@@ -108,7 +108,7 @@ def test_deciding_after_the_draw_would_bias_the_output() -> None:
     residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
 
     def output(is_verified: np.ndarray) -> np.ndarray:
-        """Of a drawn token that is verified or dropped."""
+        """Of a sampled token that is verified or dropped."""
         total = np.zeros(2)
         for token in range(2):
             accept = min(1.0, p[token] / q[token])

@@ -22,11 +22,17 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec import artifact, hub
+from specdec import artifact, hub, method, rejection
 from specdec.artifact import Writer, manifest_of
+from specdec.checkpoint import native
+from specdec.core import Request, RequestStats
+from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch, Sample
+from specdec.engine import Engine
 from specdec.measure import records
+from specdec.method.eagle3 import Eagle3
 from specdec.model.target import CausalLM
+from specdec.params import SamplingParams
 from specdec.training import data, features, prepare
 from specdec.training.features import OnlineFeatures, StoredFeatures, extract
 from support import cli
@@ -953,6 +959,61 @@ def test_what_was_prepared_can_be_loaded(prepared: Path) -> None:
     assert [s.mask_n.astype(int).tolist() for s in loaded.samples] == [row["loss_mask"] for row in rows]
 
 
+def test_rejections_are_where_the_target_overruled_a_draft() -> None:
+    """Step by step: all accepted; the second of three rejected; nothing drafted; a stop inside an accepted draft; the first."""
+    stats = RequestStats()
+    for drafted, accepted, emitted in ((2, 2, 3), (3, 1, 2), (0, 0, 1), (3, 2, 2), (1, 0, 1)):
+        stats.add(drafted, accepted, emitted, 0.0, 0.0, 1)
+    assert stats.rejections == [1 + 3 + 1, 1 + 3 + 2 + 1 + 2]
+    tree = RequestStats()  # a root with two children, one of which goes on: the path ends above its height, then at a leaf
+    tree.add(3, 1, 2, 0.0, 0.0, 1, draft_token_ids=[7, 8, 9], draft_parents=[-1, -1, 0], accepted_nodes=[0])
+    tree.add(3, 2, 3, 0.0, 0.0, 1, draft_token_ids=[7, 8, 9], draft_parents=[-1, -1, 0], accepted_nodes=[0, 2])
+    assert tree.rejections == [2]
+
+
+def test_a_drafter_that_prepares_leaves_marks(tmp_path: Path) -> None:
+    """The greedy answers are those without it; every mark is a token that its draft had wrong, and no other token is."""
+    target = CausalLM("tiny-llama", "float32", "cpu")
+    drafter = Eagle3.init_checkpoint(target, {}, Init())
+    (tmp_path / "drafter").mkdir()
+    native.save(tmp_path / "drafter", drafter, {}, "")
+    jsonl(tmp_path / "prompts.jsonl", PROMPTS)
+    settings = ("model=tiny", "answers.max_tokens=12", "answers.temperatures=[0.0]", "prompts=prompts.jsonl")
+    assert call("prepare", *settings, "out=plain.jsonl", cwd=tmp_path).code == 0
+    done = call("prepare", *settings, "drafter=drafter", "num_speculative_tokens=2", "out=marked.jsonl", cwd=tmp_path)
+    assert done.code == 0, done.err
+    header, *rows = lines_of(tmp_path / "marked.jsonl")
+    assert header["header"]["drafter"] == ["eagle3", "drafter", 2]
+    masks = {row["id"]: row.pop("rejected_mask") for row in rows}
+    by_id = {row["id"]: row for row in rows}
+    assert by_id == {row["id"]: row for row in lines_of(tmp_path / "plain.jsonl")[1:]}
+    loaded_data = data.load(tmp_path / "marked.jsonl", target.tokenizer, target.vocab_size)
+    assert not loaded_data.unused
+    marked = 0
+    for sample in loaded_data.samples:
+        assert sample.rejected_n is not None
+        assert sample.rejected_n.astype(int).tolist() == masks[sample.id]
+        assert not (sample.rejected_n & ~sample.mask_n).any()
+        if len(by_id[sample.id]["messages"]) > 2:
+            continue
+        first = int(sample.mask_n.argmax())
+        place = first + 1  # the first answer token is the prefill's
+        proposer = method.build("eagle3", target, model=str(tmp_path / "drafter"), num_speculative_tokens=2)
+        engine = Engine(target, proposer, rejection.build("standard"), 1)
+        request = Request("0", sample.token_n[:first].tolist(), SamplingParams(temperature=0, max_tokens=12))
+        list(engine.run([request]))
+        wrong = set()
+        for ids, emitted in zip(request.stats.draft_token_ids, request.stats.emitted, strict=True):
+            pairs = list(zip(ids, sample.token_n[place:].tolist(), strict=False))
+            first_wrong = next((i for i, (drafted, token) in enumerate(pairs) if drafted != token), None)
+            if first_wrong is not None:
+                wrong.add(place + first_wrong)
+            place += emitted
+        assert set(np.flatnonzero(sample.rejected_n)) == wrong
+        marked += len(wrong)
+    assert marked > 3
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.8, 1.0])
 def test_preparing_goes_on_after_it_was_cut_off(prepared: Path, tmp_path: Path, keep: float) -> None:
     """In the middle of a line, of the header, at the very beginning, or at the end."""
@@ -1158,18 +1219,22 @@ def test_of_an_earlier_answer_the_text_as_generated_is_supervised() -> None:
     task = SimpleNamespace(id="a", category="c", turns=("one", "two"), system=None, tools=None)
     params = SimpleNamespace(temperature=0.0)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
-    for second, mask in (
-        ([1, 2, 10, 11, 12, 3, 4], [0, 0, 1, 1, 1, 0, 0, 1]),  # whole
-        ([1, 2, 10, 11, 99, 4], [0, 0, 1, 1, 0, 0, 1]),  # its last token joined what follows
-        ([1, 98, 11, 12, 3], [0, 0, 0, 0, 0, 1]),  # its first joined the prompt: what came after was generated after others
+    stats = RequestStats()
+    stats.add(2, 1, 2, 0.0, 0.0, 1)  # of the three tokens of the first answer, the last was no draft's
+    for second, mask, rejected in (
+        ([1, 2, 10, 11, 12, 3, 4], [0, 0, 1, 1, 1, 0, 0, 1], [4]),  # whole
+        ([1, 2, 10, 11, 99, 4], [0, 0, 1, 1, 0, 0, 1], []),  # its last token joined what follows
+        ([1, 98, 11, 12, 3], [0, 0, 0, 0, 0, 1], []),  # its first joined the prompt: what came after was generated after others
     ):
-        requests = [
-            SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[10, 11, 12], params=params, finish_reason="stop"),
-            SimpleNamespace(prompt_token_ids=second, output_token_ids=[20], params=params, finish_reason="stop"),
+        more = {"params": params, "finish_reason": "stop"}
+        requests: list[Any] = [
+            SimpleNamespace(prompt_token_ids=[1, 2], output_token_ids=[10, 11, 12], stats=stats, **more),
+            SimpleNamespace(prompt_token_ids=second, output_token_ids=[20], stats=RequestStats(), **more),
         ]
         row = prepare.conversation_row(task, requests, tokenizer)
         assert row["input_ids"] == [*second, 20]
         assert row["loss_mask"] == mask
+        assert np.flatnonzero(row["rejected_mask"]).tolist() == rejected
 
 
 BAD_OPENINGS = {
