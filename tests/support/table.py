@@ -549,6 +549,7 @@ def adapting(drafting: Proposer, rows: int, **what: bool) -> Adaptive:
         rows,
         num_confidence_features=drafting.num_confidence_features,
         drafts_trees=drafting.drafts_trees,
+        predicts_acceptance=drafting.predicts_acceptance,
         **what,
     )
 
