@@ -235,7 +235,7 @@ def check_sizes(config: dict[str, Any], tensors: dict[str, Tensor], name: str) -
         raise ValueError(f"{name}: geometry is {short_repr(geometry)} in config.json, and should be a mapping")
     widest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
     limits = dict.fromkeys(_COUNTS, min(len(tensors), MAX_LAYERS)) | dict.fromkeys(("n_predict", "num_depths"), MAX_LAYERS)
-    limits |= dict.fromkeys(("inner_dim", *_WIDTHS), widest)
+    limits |= dict.fromkeys(("inner_dim", "markov_rank", *_WIDTHS), widest)
     if not isinstance(config.get("own_lm_head"), bool | None):
         raise ValueError(
             f"{name}: own_lm_head is {short_repr(config['own_lm_head'])} in config.json, and should be true or false"

@@ -119,6 +119,8 @@ def settings_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict
         "aux_hidden_state_layer_ids": [i + 1 for i in outputs],
         "causal": bool(nested.get("causal") if is_causal is None else is_causal),
     }
+    if config.get("use_sliding_window") and not config.get("layer_types") and not nested.get("use_swa"):
+        raise ValueError(f"{name}: use_sliding_window=true and no layer_types; write which layers slide")
     window = nested.get("swa_window_size") if nested.get("use_swa") else config.get("sliding_window")
     settings |= windows(config.get("layer_types"), window, bool(nested.get("use_swa")), hf_common.depth_of(config, name))
     # as vLLM has it: where the causality of the whole is said, it is that of the sliding layers too

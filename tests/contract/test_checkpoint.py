@@ -284,6 +284,7 @@ def test_layouts_of_blocks_that_are_refused(tmp_path: Path, one_line: Any) -> No
     bad("dflash", "vllm", {"block_size": None}, "block_size")
     bad("dflash", "vllm", {"num_key_value_heads": 1}, "k_proj", "[32, 64]", "[16, 64]")
     bad("dflash", "vllm", {"conv_kernel_size": 2}, "conv_kernel_size")
+    bad("dflash", "vllm", {"use_sliding_window": True, "sliding_window": 5, "layer_types": None}, "layer_types")
     bad("dspark", "vllm", {"markov_head_type": "wide"}, "markov_head_type", "vanilla")
     bad("dspark", "vllm", {"markov_rank": 4}, "confidence_head.proj.weight", "[1, 72]", "[1, 68]")
     bad("dspark", "speculators", {"sample_from_anchor": None}, "sample_from_anchor is missing")

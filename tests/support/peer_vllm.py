@@ -65,11 +65,17 @@ CASES = [
     Case("eagle3, speculators", k("eagle3"), k("eagle3"), "eagle3", "speculators"),
     Case("peagle, raw", k("peagle"), k("eagle3", **PARALLEL), "peagle"),
     Case("peagle, speculators", k("peagle"), k("eagle3", **PARALLEL), "peagle", "speculators"),
+    Case("dflash, raw", k("dflash"), k("dflash"), "dflash"),
+    Case("dflash, speculators", k("dflash"), k("dflash"), "dflash", "speculators"),
+    Case("dspark, raw", k("dspark"), k("dspark"), "dspark"),
     Case("eagle, raw", k("eagle"), k("eagle"), "eagle"),
     Case("draft_model", k("draft_model"), k("draft_model"), "draft_model"),
     Case("pard", k("pard"), k("draft_model", **PARALLEL), "pard"),
 ]
-SCRIPTS = {"eagle3": "eagle", "peagle": "eagle", "eagle": "eagle", "draft_model": "draft_model", "pard": "pard"}
+SCRIPTS = {
+    "eagle3": "eagle", "peagle": "eagle", "eagle": "eagle", "draft_model": "draft_model", "pard": "pard", "dflash": "dflash",
+    "dspark": "dflash",
+}  # fmt: skip
 
 
 @dataclass
@@ -194,7 +200,7 @@ def train(drafter: str, data: Path, out: Path, max_steps: int) -> Path:
     more = []
     if drafter == "pard":
         more = [f"checkpoint={train('draft_model', data, out, max_steps)}", "train.objective.depth_warmup=0"]
-    elif SCRIPTS[drafter] == "eagle":
+    elif SCRIPTS[drafter] in ("eagle", "dflash"):
         more = [f"method={drafter}"]
         if drafter == "eagle3":  # all steps unrolled from the first on, so that later positions are accepted too
             more.append("train.objective.ttt_warmup=0")
