@@ -437,6 +437,18 @@ def check_vocabulary(tensors: dict[str, Tensor], vocab: int, name: str) -> None:
             raise ValueError(f"{name}: t2d and d2t name different tokens; one of them is of another drafter")
 
 
+def check_drafter(tensors: dict[str, Tensor], table: Shapes, hidden: int, draft_vocab: int, vocab: int, name: str) -> None:
+    """As `check_tensors`, for a drafter that has an output layer of its own and d2t, made int64 here, if it has a draft
+    vocabulary."""
+    if draft_vocab > vocab:
+        raise ValueError(f"{name}: draft_vocab_size={draft_vocab} is more than vocab_size={vocab}, the target's")
+    if draft_vocab < vocab:
+        table = table | {"d2t": (draft_vocab,), "lm_head.weight": (draft_vocab, hidden)}
+    check_tensors(tensors, table, name)
+    if "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"].long()
+
+
 def t2d_of(d2t: Tensor, vocab: int) -> Tensor:
     """Which tokens of the target can be drafted, bool [vocab]."""
     mask = torch.zeros(vocab, dtype=torch.bool)

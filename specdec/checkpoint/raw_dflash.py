@@ -201,14 +201,7 @@ def assemble(
     }
     hf_common.check_vocabulary(tensors, vocab, name)
     tensors.pop("t2d", None)
-    table = shapes(settings, hidden, vocab, method)
-    if draft_vocab < vocab:
-        table |= {"d2t": (draft_vocab,), "lm_head.weight": (draft_vocab, hidden)}
-    elif draft_vocab > vocab:
-        raise ValueError(f"{name}: draft_vocab_size={draft_vocab} is more than vocab_size={vocab}, the target's")
-    hf_common.check_tensors(tensors, table, name)
-    if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].long()
+    hf_common.check_drafter(tensors, shapes(settings, hidden, vocab, method), hidden, draft_vocab, vocab, name)
     return Checkpoint(method, settings, facts, tensors, name, copies)
 
 

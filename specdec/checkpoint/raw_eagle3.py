@@ -185,14 +185,7 @@ def assemble(
     if config.get("num_aux_hidden_states") not in (None, num_taps):
         count = config["num_aux_hidden_states"]
         raise ValueError(f"{name}: num_aux_hidden_states={count}, and {LAYER_IDS} names {num_taps} layers")
-    table = shapes(settings, hidden, num_taps, method)
-    if draft_vocab < vocab:
-        table |= {"d2t": (draft_vocab,), "lm_head.weight": (draft_vocab, hidden)}
-    elif draft_vocab > vocab:
-        raise ValueError(f"{name}: draft_vocab_size={draft_vocab} is more than vocab_size={vocab}, the target's")
-    hf_common.check_tensors(tensors, table, name)
-    if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].long()
+    hf_common.check_drafter(tensors, shapes(settings, hidden, num_taps, method), hidden, draft_vocab, vocab, name)
     return Checkpoint(method, settings, facts, tensors, name, copies)
 
 
