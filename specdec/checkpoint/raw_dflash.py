@@ -235,20 +235,19 @@ def write(checkpoint: Checkpoint, directory: Path, export: Export) -> None:
     }
     if min(common[IDS]) < 0:
         raise ValueError(f"{checkpoint.name} taps layer 0, the embedding, which {IDS} cannot name; train with layers from 1 on")
+    # whether blocks are causal in all layers or in none; unsaid, they are in the sliding ones alone
+    causal = settings["causal"] if settings["causal"] or settings["sliding_window_non_causal"] else None
     if checkpoint.method == DFLASH and not in_deepspec:
         if settings["sample_from_anchor"]:
             raise ValueError(
                 f"{checkpoint.name} drafts from the anchor (sample_from_anchor), which vLLM has for dspark alone; give "
                 "format=deepspec, or train with train.drafter.sample_from_anchor=false"
             )
-        causal = {} if settings["sliding_window"] and not settings["causal"] else {"causal": settings["causal"]}
-        if settings["sliding_window_non_causal"]:
-            causal = {"causal": False}
-        config["dflash_config"] = common | causal
+        config["dflash_config"] = common | ({} if causal is None else {"causal": causal})
     else:
-        if settings["causal"] or settings["sliding_window"]:
-            raise ValueError(f"{checkpoint.name}: causal blocks and windows cannot be written for dspark; train without")
-        config |= common
+        if in_deepspec and (settings["causal"] or settings["sliding_window"]):
+            raise ValueError(f"{checkpoint.name}: DeepSpec has no causal blocks and no windows; give format=vllm")
+        config |= common | ({} if causal is None else {"is_causal": causal})
         heads = {key: settings[key] for key in HEADS if key in settings}
         config |= heads or {"markov_rank": 0, "enable_confidence_head": False}
     copies = hf_common.scaled_embedding(checkpoint, export.target)

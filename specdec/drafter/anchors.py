@@ -23,6 +23,8 @@ from torch import Tensor
 
 from specdec.drafter import unroll
 
+WINDOW_KEYS = 1 << 14  # keys that are gathered at once
+
 
 def num_steps(
     names: Sequence[str], length_B: np.ndarray, mask_N: np.ndarray, most: int, num_anchors: int, seed: int | str
@@ -39,9 +41,8 @@ def num_steps(
         is_generated_n = mask_N[first:end].astype(bool)
         place_n = np.arange(end - first)
         gaps = np.append(np.flatnonzero(~is_generated_n), end - first)
-        following_n = (
-            gaps[np.searchsorted(gaps, place_n, side="right")] - place_n - 1
-        )  # generated ones behind it, without a gap
+        # generated ones behind each, without a gap
+        following_n = gaps[np.searchsorted(gaps, place_n, side="right")] - place_n - 1
         place_A = np.flatnonzero(is_generated_n & (following_n > 0) & (place_n > 0))
         if len(place_A) > num_anchors:
             rng = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
@@ -95,7 +96,7 @@ class BlockAttention:
         assert softcap is None
         scaling = scaling or query_NHW.shape[-1] ** -0.5
         if sliding_window is not None:
-            return self.attend_reference(layer, query_NHW, scaling, sliding_window)
+            return self._attend_window(layer, query_NHW, scaling, sliding_window)
         size = len(self.anchor_A)
         keys, values = (x.split(size) for x in self.block[layer])
         out = []
@@ -105,6 +106,35 @@ class BlockAttention:
             in_block = list(keys[seen]), list(values[seen])
             out.append(self.kernel(query_AHW, *self.context[layer], *in_block, self.anchor_A - 1, self.first_N, scaling))
         return torch.cat(out)
+
+    def _attend_window(self, layer: int, query_NHW: Tensor, scaling: float, window: int) -> Tensor:
+        """`attend` with the context that is in reach gathered for every block, some blocks at a time."""
+        num_blocks = len(self.anchor_A)
+        device = query_NHW.device
+        context = self.context[layer]
+        block = [x.unflatten(0, (self.num_tokens, num_blocks)).transpose(0, 1) for x in self.block[layer]]  # [A, J, G, W]
+        query_AJHW = query_NHW.unflatten(0, (self.num_tokens, num_blocks)).transpose(0, 1)
+        offset_J = np.arange(self.num_tokens)
+        reach_S = np.concatenate([np.arange(1 - window, 0), offset_J])  # of keys, from the anchor: context, then the block
+        sees_JS = reach_S > offset_J[:, None] - window
+        if self.is_causal:
+            sees_JS &= reach_S <= offset_J[:, None]
+        place_AS = self.anchor_A[:, None] + reach_S[: window - 1]
+        exists_AS = place_AS >= self.first_N[self.anchor_A][:, None]
+        out = []
+        chunk = max(WINDOW_KEYS // len(reach_S), 1)
+        for a in range(0, num_blocks, chunk):
+            blocks = slice(a, a + chunk)
+            at = torch.from_numpy(place_AS[blocks].clip(0)).to(device, non_blocking=True)
+            keys, values = (torch.cat([x[at], y[blocks]], 1) for x, y in zip(context, block, strict=True))  # [a, S, G, W]
+            visible_aJS = np.broadcast_to(sees_JS, (len(at), *sees_JS.shape)).copy()
+            visible_aJS[:, :, : window - 1] &= exists_AS[blocks][:, None]
+            mask = torch.from_numpy(visible_aJS).to(device, non_blocking=True)[:, None, None]
+            query = query_AJHW[blocks].unflatten(2, (keys.shape[2], -1)) * scaling
+            score = torch.einsum("ajgrw,asgw->agrjs", query, keys)
+            weight = score.float().masked_fill(~mask, float("-inf")).softmax(-1).to(values.dtype)
+            out.append(torch.einsum("agrjs,asgw->ajgrw", weight, values).flatten(2, 3))
+        return torch.cat(out).transpose(0, 1).flatten(0, 1)
 
     def attend_reference(self, layer: int, query_NHW: Tensor, scaling: float, sliding_window: int | None = None) -> Tensor:
         """`attend` with one dense mask. sliding_window: a token sees so many positions up to its own, and all later ones."""

@@ -110,6 +110,10 @@ VARIANTS = {
         "dspark", DEEP | {"markov_rank": 8, "markov_head_type": "gated", "confidence_head_with_markov": False}, reduced=True,
         engines=("vllm", "speculators"),
     ),
+    "dspark-window": Variant(
+        "dspark", DEEP | {"markov_rank": 8, "sliding_window": 5, "sliding_window_non_causal": True}, FROZEN,
+        engines=("vllm", "speculators"),
+    ),
     "dspark-rnn": Variant(
         "dspark", DEEP | {"markov_rank": 8, "markov_head_type": "rnn", "enable_confidence_head": False}, FROZEN,
         engines=("vllm", "deepspec", "speculators"),

@@ -87,7 +87,9 @@ def test_anchors_are_generated_tokens_before_generated_ones() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_is_its_reference(is_causal: bool) -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 40])
+def test_attention_is_its_reference(is_causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchors, "WINDOW_KEYS", 20)
     generator = torch.Generator().manual_seed(1)
     first_N = np.repeat([0, 9, 16], [9, 7, 4])
     anchor_A = np.array([1, 2, 8, 12, 19])
@@ -101,7 +103,7 @@ def test_attention_is_its_reference(is_causal: bool) -> None:
         attention = BlockAttention(anchor_A, first_N, 3, is_causal)
         attention.write_context(0, *tensors[:2])
         attention.write_kv(0, *tensors[2:4])
-        result = getattr(attention, way)(0, tensors[4], 0.3)
+        result = getattr(attention, way)(0, tensors[4], 0.3, window)
         out.append([result, *torch.autograd.grad((result * torch.arange(8)).sum(), tensors)])
     for fast, slow in zip(*out, strict=True):
         close(fast, slow, 1e-6)
@@ -233,7 +235,7 @@ def test_a_row_drafts_the_same_in_any_company(name: str) -> None:
         ({"mask_token_id": 320}, ("mask_token_id=320", "0..319")),
         ({"aux_hidden_state_layer_ids": [1, 9]}, ("layer 9", "0..4")),
         ({"aux_hidden_state_layer_ids": []}, ("at least one layer",)),
-        ({"layer_types": ["full_attention"]}, ("1 layers", "num_hidden_layers is 5")),
+        ({"layer_types": ["full_attention"]}, ("1 layers", "num_hidden_layers=5")),
         ({"layer_types": ["sliding_attention"] * 5}, ("sliding_window",)),
     ],
 )
