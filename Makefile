@@ -53,8 +53,9 @@ drafter: $(VENV)/.done
 ## make drafters    a drafter of every family from the same data, 15 CPU-minutes
 ##                  each (hours in all; what is done stays done), decoded and
 ##                  compared; DRAFTERS=directory
-FAMILIES := eagle3 peagle eagle mtp mlp medusa draft_model pard
+FAMILIES := eagle3 peagle eagle mtp mlp medusa dflash dspark draft_model pard
 SCRIPT_peagle := eagle
+SCRIPT_dspark := dflash
 SCRIPT_eagle3 := eagle
 DRAFTERS ?= outputs/drafters
 go_on = resume=$$(test -e $(1) && echo true || echo false)
@@ -70,6 +71,10 @@ $(FAMILIES:%=$(DRAFTERS)/%/summary.json): $(DRAFTERS)/%/summary.json: | $(DRAFTE
 	-$(RUN) train/$(or $(SCRIPT_$*),$*).py model=llama method=$* features.path=$(DRAFTERS)/features out_dir=$(DRAFTERS)/$* $(MORE_$*) \
 		$(call go_on,$(DRAFTERS)/$*/run.json)
 	@grep -q '"interrupted": false' $@ || { rm -f $@; echo "did not come to its end; make drafters goes on"; false; }
+
+# the layers that the features hold
+MORE_dflash = train.drafter.aux_hidden_state_layer_ids=[2,15,27]
+MORE_dspark = $(MORE_dflash)
 
 # PARD learns to fill in mask tokens on top of a draft model
 MORE_pard = checkpoint=$(DRAFTERS)/draft_model train.objective.depth_warmup=0 train.max_steps=450
