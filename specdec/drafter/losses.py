@@ -188,9 +188,8 @@ def distill(
     scale_logits: what the drafter's architecture does to its logits.
     row_weights: per step, [M]; None: 1.
     """
-    loss, sums_KF, *rows = _Distill.apply(
-        weight_VD, teacher, list(labelled), list(step_weight), terms, scale_logits, row_weights, *hidden
-    )
+    arguments = teacher, list(labelled), list(step_weight), terms, scale_logits, row_weights, torch.is_grad_enabled()
+    loss, sums_KF, *rows = _Distill.apply(weight_VD, *arguments, *hidden)
     by_field = (rows[i : i + len(hidden)] for i in range(0, len(rows), len(hidden)))
     return loss, RowSums(*sums_KF.unbind(1)), [Rows(*of_step) for of_step in zip(*by_field, strict=True)]
 
@@ -201,21 +200,22 @@ class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, teacher: Teacher, labelled: Any, step_weight: Any, terms: Any, scale_logits: Any,
-        row_weights: Any, *hidden: Tensor,
+        row_weights: Any, with_grad: bool, *hidden: Tensor,
     ) -> Any:  # fmt: skip
         device = weight.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
         exact = torch.promote_types(dtype, torch.float32)
         num_labelled = len(teacher.label_Q)
         num_draft = weight.shape[0]
-        needs_p = teacher.state_QD is not None and (needs_target_probs(terms) or not any(ctx.needs_input_grad))
+        with_grad = with_grad and any(ctx.needs_input_grad)
+        needs_p = teacher.state_QD is not None and (needs_target_probs(terms) or not with_grad)
         sums = torch.zeros(len(hidden), len(RowSums._fields), dtype=exact, device=device)
         weighted_loss = torch.zeros(len(hidden), dtype=exact, device=device)
         hits = [torch.zeros(len(h), dtype=torch.bool, device=device) for h in hidden]
         overlaps = [torch.zeros(len(h), dtype=exact, device=device) for h in hidden]
         token_probs = [torch.zeros(len(h), dtype=exact, device=device) for h in hidden]
         grad_hidden = [torch.zeros(h.shape, dtype=exact, device=device) for h in hidden]
-        grad_weight = torch.zeros(weight.shape, dtype=exact, device=device) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros(weight.shape, dtype=exact, device=device) if with_grad and ctx.needs_input_grad[0] else None
         with torch.autocast(device.type, enabled=False):
             draft_head = weight.detach().to(dtype)
             states = [h.detach().to(dtype) for h in hidden]
@@ -265,6 +265,8 @@ class _Distill(torch.autograd.Function):
                             total_weight = total_weight * row_weights[k][c:d].to(exact)
                         weighted_loss[k] += loss.sum()
                         logits_q[rows] = (slope * (total_weight * step_weight[k]).unsqueeze(1)).to(dtype)
+                if not with_grad:
+                    continue
                 grad_x = torch.matmul(logits_q, draft_head)
                 for k, (a, b) in enumerate(spans):
                     grad_hidden[k][a:b] = grad_x[start[k] : start[k + 1]]
@@ -284,7 +286,7 @@ class _Distill(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(weight_type)
         scaled = ((g * grad).to(dtype) for g, dtype in zip(grad_hidden, hidden_types, strict=True))
-        return grad_weight, None, None, None, None, None, None, *scaled
+        return grad_weight, None, None, None, None, None, None, None, *scaled
 
 
 def _target_probs(teacher: Teacher, logits: Tensor, a: int, b: int, exact: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -149,8 +149,9 @@ def test_the_data_alone_train_without_the_target() -> None:
             want | {"sums": want["sums"][:, [LOSS, HITS, ROWS]]},
         )
     case.teacher = with_target
-    with torch.no_grad():  # as when it is validated
-        sums = losses.distill(case.hidden, case.labelled, case.weight_VD, with_target, case.step_weight, terms)[1]
+    trained = [h.clone().requires_grad_() for h in case.hidden]
+    with torch.no_grad():  # as when it is validated, or weighed
+        sums = losses.distill(trained, case.labelled, case.weight_VD, with_target, case.step_weight, terms)[1]
     torch.testing.assert_close(torch.stack(sums, 1), want["sums"])
 
 
