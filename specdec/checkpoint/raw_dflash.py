@@ -122,7 +122,7 @@ def settings_of(config: dict[str, Any], name: str) -> tuple[dict[str, Any], dict
     if config.get("use_sliding_window") and not config.get("layer_types") and not nested.get("use_swa"):
         raise ValueError(f"{name}: use_sliding_window=true and no layer_types; write which layers slide")
     window = nested.get("swa_window_size") if nested.get("use_swa") else config.get("sliding_window")
-    settings |= windows(config.get("layer_types"), window, bool(nested.get("use_swa")), hf_common.depth_of(config, name))
+    settings |= windows(config.get("layer_types"), window, bool(nested.get("use_swa")))
     # as vLLM has it: where the causality of the whole is said, it is that of the sliding layers too
     says_no = is_causal is False or (is_causal is None and nested.get("causal") is False)
     settings["sliding_window_non_causal"] = says_no and settings["sliding_window"] is not None
@@ -155,7 +155,7 @@ def mask_token(values: dict[str, Any], layer: dict[str, Any], name: str) -> int:
     return mask
 
 
-def windows(layer_types: list[str] | None, window: int | None, all_slide: bool, num_layers: int) -> dict[str, Any]:
+def windows(layer_types: list[str] | None, window: int | None, all_slide: bool = False) -> dict[str, Any]:
     """The keys of a native config."""
     if all_slide or (layer_types and set(layer_types) == {"sliding_attention"}):
         return {"sliding_window": window, "layer_types": None}

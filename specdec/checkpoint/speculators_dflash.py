@@ -61,7 +61,7 @@ def settings_of(config: dict[str, Any], name: str) -> dict[str, Any]:
         "mask_token_id": raw_dflash.mask_token(config, layer, name),
         IDS: raw_dflash.layer_ids(config.get(IDS), IDS, name),
         "causal": False,
-        **raw_dflash.windows(layer.get("layer_types"), window, False, hf_common.depth_of(layer, name)),
+        **raw_dflash.windows(layer.get("layer_types"), window),
         "sliding_window_non_causal": bool(config.get("sliding_window_non_causal")),
     }
     if method == DSPARK:

@@ -184,10 +184,10 @@ class Adaptive:
         self.hull_slope_s: dict[tuple[int, int], np.ndarray] = {}
         self.pre_draft = AcceptanceModel(max_draft, 0)
         self.post_draft: AcceptanceModel | DrafterAcceptance | None = None  # sees the confidence
-        if prunes:
-            self.post_draft = (
-                DrafterAcceptance() if predicts_acceptance else AcceptanceModel(max_draft, num_confidence_features)
-            )
+        if prunes and predicts_acceptance:
+            self.post_draft = DrafterAcceptance()
+        elif prunes:
+            self.post_draft = AcceptanceModel(max_draft, num_confidence_features)
         self.num_accepted_R: dict[int, float] = {}  # by row, decayed: draft tokens accepted, and draft tokens decided
         self.num_decided_R: dict[int, float] = {}
         self.idle_steps_R: dict[int, int] = {}  # steps since a draft token was decided

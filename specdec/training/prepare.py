@@ -50,9 +50,8 @@ def run(cfg: pages.Prepare) -> None:
 
     target = cfg.model.load(fastest=True)
     max_model_len = min(cfg.max_model_len, target.max_model_len)
-    proposer = method.build(method.PLAIN, target)
-    if drafter_method is not None:
-        proposer = method.build(drafter_method, target, model=cfg.drafter, num_speculative_tokens=cfg.num_speculative_tokens)
+    drafting = {} if cfg.drafter is None else {"model": cfg.drafter, "num_speculative_tokens": cfg.num_speculative_tokens}
+    proposer = method.build(drafter_method or method.PLAIN, target, **drafting)
     engine = Engine(target, proposer, rejection.build("standard"), cfg.max_batch_size, max_model_len)
     prompts = Path(cfg.prompts) if cfg.prompts is not None else synthesize(cfg, engine, openings)
     conversations = [task for task in read_prompts(prompts, cfg.limit, target.tokenizer) if fits(engine, task)]

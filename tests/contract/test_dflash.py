@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specdec.drafter.base import Init
 from specdec.drafter.batch import Batch, Sample
 from specdec.method.dflash import DFlash, Objective
 from specdec.training.features import OnlineFeatures
-from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts, shaken
+from support.drafters import REDUCED, SAMPLES, close, decodes_as_plain, shaken
 from support.methods import context, text, tiny
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "block_drafters.json").read_text())
@@ -205,10 +206,7 @@ def test_the_places_of_a_block_are_those_of_the_vector() -> None:
 @EVERY
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_output_is_plain_decodings(name: str, batch_size: int) -> None:
-    lengths = (3, 40, 9, 70, 2, 5, 21, 33)
-    for is_reduced, settings in ((False, {}), (True, {"tree_topk": 2, "tree_depth": 3, "num_speculative_tokens": 6})):
-        new = drafter(name, **{"num_speculative_tokens": 4, "is_reduced": is_reduced} | settings)
-        assert decode(tiny(), new, prompts(*lengths), max_batch_size=batch_size) == plain("tiny", lengths)
+    decodes_as_plain(partial(drafter, name), batch_size)
 
 
 @EVERY

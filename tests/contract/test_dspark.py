@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from specdec.method.dspark import DSpark, MarkovHead, Objective
 from specdec.policy.calibration import ConfidenceRecorder
 from specdec.training.evaluate import acceptance, calibrated
 from specdec.training.features import OnlineFeatures
-from support.drafters import REDUCED, SAMPLES, close, decode, plain, prompts, shaken
+from support.drafters import REDUCED, SAMPLES, close, decodes_as_plain, prompts, shaken
 from support.methods import context, tiny
 
 VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "block_drafters.json").read_text())["markov_block"]
@@ -144,10 +145,7 @@ def test_confidence_learns_acceptance() -> None:
 @EVERY
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_output_is_plain_decodings(name: str, batch_size: int) -> None:
-    lengths = (3, 40, 9, 70, 2, 5, 21, 33)
-    for is_reduced, settings in ((False, {}), (True, {"tree_topk": 2, "tree_depth": 3, "num_speculative_tokens": 6})):
-        new = drafter(name, **{"num_speculative_tokens": 4, "is_reduced": is_reduced} | settings)
-        assert decode(tiny(), new, prompts(*lengths), max_batch_size=batch_size) == plain("tiny", lengths)
+    decodes_as_plain(partial(drafter, name), batch_size)
 
 
 def test_the_confidence_of_a_draft_is_divided_by_temperatures() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -114,6 +115,15 @@ def prompts(*lengths: int) -> list[list[int]]:
 @cache
 def plain(target: str, lengths: tuple[int, ...], max_tokens: int = 14) -> list[list[int]]:
     return decode(loaded(target), method.build("none", loaded(target)), prompts(*lengths), max_tokens)
+
+
+def decodes_as_plain(make: Callable[..., Any], batch_size: int) -> None:
+    """Chains over all tokens, and trees over some, decode what plain decoding does. make: of the tiny target's drafter, from
+    num_speculative_tokens, is_reduced and settings of trees."""
+    lengths = (3, 40, 9, 70, 2, 5, 21, 33)
+    for is_reduced, settings in ((False, {}), (True, {"tree_topk": 2, "tree_depth": 3, "num_speculative_tokens": 6})):
+        new = make(**{"num_speculative_tokens": 4, "is_reduced": is_reduced} | settings)
+        assert decode(new.target, new, prompts(*lengths), max_batch_size=batch_size) == plain("tiny", lengths)
 
 
 class InWords:
