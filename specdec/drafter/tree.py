@@ -241,6 +241,9 @@ class Grower:
         self.temperature_B = context.temperature_B
         self.finite_B = np.ones(len(depth_B), dtype=bool)
 
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.context.last_token_B.device, non_blocking=True)
+
     def grow(self, logits_BV: Tensor, expand: Expand) -> Draft:
         """The draft. logits_BV: after the last committed token, of all rows. expand: called for the nodes of level after
         level; where it does not depend on the nodes but for their depth, the builder may be best_first."""
@@ -262,8 +265,7 @@ class Grower:
         logprob_NC, token_NC = logprob_NV.topk(count, -1)
         q_NV = None
         if self.is_sampled:
-            at_N = torch.from_numpy(row_N).to(logits_NV.device, non_blocking=True)
-            temperature_N = self.temperature_B[at_N]
+            temperature_N = self.temperature_B[self._on_device(row_N)]
             q_NV = sampling.draft_distribution(logits_NV, temperature_N, token_NC[:, 0])
         flat_N, q_NV = self.to_target_vocab(token_NC.flatten(), q_NV)
         token_NC = flat_N.view(token_NC.shape)
@@ -294,7 +296,7 @@ class Grower:
         num_rows = len(self.depth_B)
         is_drafted_B1 = (self.depth_B > 0)[:, None]
         row_N = np.flatnonzero(self.depth_B)
-        token_NC, logprob_NC, _ = self._children(logits_BV[torch.from_numpy(row_N)], row_N, self.plan.topk)
+        token_NC, logprob_NC, _ = self._children(logits_BV[self._on_device(row_N)], row_N, self.plan.topk)
         width = token_NC.shape[1]
         # of all candidates so far
         token_BP = _spread(token_NC, is_drafted_B1, 0)
@@ -352,7 +354,7 @@ class Grower:
             count_B = (self.depth_B > depth).astype(np.int64)
             zeros_B1 = np.zeros((num_rows, 1), dtype=np.int64)
             level = Level(depth - 1, zeros_B1, count_B, zeros_B1, np.zeros((num_rows, depth), dtype=np.int64))
-            logits_NV = expand(level) if depth else logits_BV[torch.from_numpy(row_N)]
+            logits_NV = expand(level) if depth else logits_BV[self._on_device(row_N)]
             token_BDC[row_N, depth], logprob_BDC[row_N, depth], _ = self._children(logits_NV, row_N, self.plan.topk)
         num_nodes = int(self.context.max_draft_B.max(initial=0))
         place_BK = np.tile(np.arange(num_nodes), (num_rows, 1))
@@ -393,7 +395,7 @@ class Grower:
         q_of_levels: list[Tensor] = []  # of what is expanded, [B, W, V]
         count_B = (self.depth_B > 0).astype(np.int64)
         row_N = np.flatnonzero(count_B)
-        logits_NV = logits_BV[torch.from_numpy(row_N)]
+        logits_NV = logits_BV[self._on_device(row_N)]
         first = 0  # place of the level
         for depth, level_W in enumerate(levels):
             is_expanded_BW = np.arange(len(level_W)) < count_B[:, None]
@@ -401,9 +403,9 @@ class Grower:
                 logits_NV, row_N, self.plan.topk, self._uniforms(level_W, depth, is_expanded_BW)
             )
             if q_NV is not None:
-                q_BWV = q_NV.new_zeros(*is_expanded_BW.shape, q_NV.shape[1])
-                q_BWV[torch.from_numpy(is_expanded_BW)] = q_NV
-                q_of_levels.append(q_BWV)
+                q_AV = q_NV.new_zeros(is_expanded_BW.size, q_NV.shape[1])
+                q_AV.index_copy_(0, self._on_device(np.flatnonzero(is_expanded_BW)), q_NV)
+                q_of_levels.append(q_AV.unflatten(0, is_expanded_BW.shape))
             shape = (*is_expanded_BW.shape, -1)
             node_k = np.flatnonzero((depth_K == depth) & (rank_K < token_NC.shape[1]))
             at = (parent_place_K[node_k] - first, rank_K[node_k])
@@ -435,7 +437,7 @@ class Grower:
         draft = self._draft(token_BK, np.tile(parent_K, (num_rows, 1)), logprob_BK, kept_BK, length_B)
         if self.is_sampled:
             q_BXV = torch.cat(q_of_levels, 1)
-            at_BK = torch.from_numpy(parent_place_K[kept_BK].clip(max=q_BXV.shape[1] - 1)).to(q_BXV.device)
+            at_BK = self._on_device(parent_place_K[kept_BK].clip(max=q_BXV.shape[1] - 1))
             draft.q_BKV = q_BXV[torch.arange(num_rows, device=q_BXV.device).unsqueeze(1), at_BK]
         return draft
 
@@ -445,7 +447,8 @@ class Grower:
             return None
         assert self.context.uniform_BK is not None
         column_W = np.full_like(level_W, depth) if self.context.shares_noise else level_W + 1
-        return self.context.uniform_BK[:, torch.from_numpy(column_W)][torch.from_numpy(is_expanded_BW)]
+        row_N, place_N = np.nonzero(is_expanded_BW)
+        return self.context.uniform_BK[self._on_device(row_N), self._on_device(column_W[place_N])]
 
     # ------------------------------------------------------------------------------------------- what they have in common
 
@@ -453,7 +456,6 @@ class Grower:
         self, token_BP: np.ndarray, parent_BP: np.ndarray, logprob_BP: np.ndarray, kept_BK: np.ndarray, length_B: np.ndarray
     ) -> Draft:
         """The draft of the candidates that are kept, in their order; beyond a row's length is padding."""
-        device = self.context.last_token_B.device
         place_BP = np.full(token_BP.shape, -1)  # of the candidates in the draft
         np.put_along_axis(place_BP, kept_BK, np.broadcast_to(np.arange(kept_BK.shape[1]), kept_BK.shape), 1)
         parent_BK = np.take_along_axis(parent_BP, kept_BK, 1)
@@ -465,14 +467,13 @@ class Grower:
             logprob_BK = np.where(is_node_BK, np.take_along_axis(logprob_BP, kept_BK, 1), 0.0)
             if not self.is_sampled:
                 logprob_BK = logprob_BK - np.log1p(-np.exp(logprob_BK).clip(max=1 - 2**-24))
-            confidence_BKF = torch.from_numpy(logprob_BK.clip(-40, 40).astype(np.float32)).unsqueeze(-1).to(device)
-        finite_BK = torch.from_numpy(np.broadcast_to(self.finite_B[:, None], token_BK.shape).copy())
+            confidence_BKF = self._on_device(logprob_BK.clip(-40, 40).astype(np.float32)).unsqueeze(-1)
         return Draft(
-            torch.from_numpy(token_BK).to(device, non_blocking=True),
+            self._on_device(token_BK),
             torch.from_numpy(length_B),
             parent_BK=torch.from_numpy(np.where(is_node_BK, parent_BK, -1)),
             confidence_BKF=confidence_BKF,
-            finite_BK=finite_BK.to(device, non_blocking=True),
+            finite_BK=self._on_device(np.broadcast_to(self.finite_B[:, None], token_BK.shape).copy()),
         )
 
 
