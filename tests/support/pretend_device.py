@@ -82,7 +82,7 @@ class PretendDevice(TorchDispatchMode):
         wanted = kwargs.get("device")
         goes_here = bool(here) if wanted is None else torch.device(wanted).type == DEVICE.type
         if name in COPIES:
-            return self._copy(name, func, args, kwargs, bool(here), goes_here)
+            return self._copy(name, func, args, kwargs, goes_here)
         # a number alone may come from the host: it travels with the call
         elsewhere = [tuple(x.shape) for x in tensors if not isinstance(x, OnDevice) and x.dim()]
         if here and elsewhere:
@@ -95,7 +95,7 @@ class PretendDevice(TorchDispatchMode):
         known = {id(x.stored): x for x in here}  # what was written in place, or to `out`
         return tree_map(lambda x: known[id(x)] if id(x) in known else OnDevice(x) if isinstance(x, Tensor) else x, result)
 
-    def _copy(self, name: str, func: Any, args: Any, kwargs: Any, has_here: bool, goes_here: bool) -> Any:
+    def _copy(self, name: str, func: Any, args: Any, kwargs: Any, goes_here: bool) -> Any:
         result = func(*tree_map(_stored, args), **tree_map(_stored, kwargs))
         if name == "aten::_to_copy":
             was_here = isinstance(args[0], OnDevice)
