@@ -1,8 +1,15 @@
-"""On a device: every method decodes as on the CPU, no tensor is on the wrong side, and the host waits once per step."""
+"""On a device: every method decodes as on the CPU, no tensor is on the wrong side, and the host waits once per step.
+
+A device that is registered once stays, and torch, accelerate and transformers then look for it everywhere: what runs on it
+has a process of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -17,7 +24,7 @@ from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.speculative_config import SpeculativeConfig
 from support.methods import METHODS, TREE_METHODS, settings, tiny_prompts, tree_settings
-from support.pretend_device import DEVICE, pretend_device
+from support.processes import FORKS
 
 NUM_REQUESTS = 5
 MAX_TOKENS = 9
@@ -30,18 +37,24 @@ MORE_READS = {
 SCHEMES = ["standard", "block", "match", "gumbel"]
 
 
-@pytest.fixture(scope="module")
-def on_cpu() -> CausalLM:
-    return CausalLM("tiny-llama", "float32", "cpu")
-
 
 @pytest.fixture(scope="module")
-def target() -> CausalLM:
+def apart() -> Iterator[Callable[..., None]]:
+    """Calls a function of this file in the process with the device."""
+    with ProcessPoolExecutor(1, mp_context=FORKS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield lambda function, *arguments, **more: pool.submit(function, *arguments, **more).result()
+
+
+@functools.cache
+def target(on_device: bool) -> CausalLM:
     with mock.patch.object(packed_linear, "can_pack", return_value=False):
         target = CausalLM("tiny-llama", "float32", "cpu")
-    with pretend_device():
-        target.model.to(DEVICE)
-    target.device = DEVICE
+    if on_device:
+        from support.pretend_device import DEVICE, pretend_device
+
+        with pretend_device():
+            target.model.to(DEVICE)
+        target.device = DEVICE
     return target
 
 
@@ -63,36 +76,56 @@ def decode(target: CausalLM, values: dict[str, Any], **params: Any) -> tuple[dic
     return {request.id: request.output_token_ids for request in done}, num_verdicts, propose.call_count
 
 
-def holds(on_cpu: CausalLM, target: CausalLM, values: dict[str, Any], more: tuple[int, int] = (0, 0), **params: Any) -> None:
-    expected, _, _ = decode(on_cpu, values, **params)
+def holds(values: dict[str, Any], more: tuple[int, int] = (0, 0), **params: Any) -> None:
+    from support.pretend_device import pretend_device
+
+    expected, _, _ = decode(target(on_device=False), values, **params)
     children = mock.patch.object(Grower, "_children", autospec=True, side_effect=Grower._children)
     with pretend_device() as device, children as levels:
-        tokens, num_verdicts, num_drafts = decode(target, values, **params)
+        tokens, num_verdicts, num_drafts = decode(target(on_device=True), values, **params)
     assert tokens == expected
     num_reads = num_verdicts + more[0] * num_drafts + more[1] * NUM_REQUESTS + levels.call_count
     assert len(device.reads) == num_reads, Counter(device.reads)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_chains(on_cpu: CausalLM, target: CausalLM, method: str) -> None:
-    holds(on_cpu, target, settings(method, on_cpu), MORE_READS.get(method, (0, 0)))
+def test_chains(apart: Callable[..., None], method: str) -> None:
+    apart(chain, method)
+
+
+def chain(method: str) -> None:
+    holds(settings(method, target(on_device=False)), MORE_READS.get(method, (0, 0)))
 
 
 @pytest.mark.parametrize("method", TREE_METHODS)
-def test_trees(on_cpu: CausalLM, target: CausalLM, method: str) -> None:
-    holds(on_cpu, target, tree_settings(method, on_cpu))
+def test_trees(apart: Callable[..., None], method: str) -> None:
+    apart(tree, method)
+
+
+def tree(method: str) -> None:
+    holds(tree_settings(method, target(on_device=False)))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("method", ["none", "ngram", "eagle3", "draft_model", "dspark"])
-def test_sampled(on_cpu: CausalLM, target: CausalLM, method: str, scheme: str) -> None:
-    values = settings(method, on_cpu) | {"rejection_sample_method": scheme}
+def test_sampled(apart: Callable[..., None], method: str, scheme: str) -> None:
+    apart(sampled, method, scheme)
+
+
+def sampled(method: str, scheme: str) -> None:
+    values = settings(method, target(on_device=False)) | {"rejection_sample_method": scheme}
     if method in ("eagle3", "draft_model", "dspark"):
         values["draft_sample_method"] = "probabilistic"
-    holds(on_cpu, target, values, temperature=0.8)
+    holds(values, temperature=0.8)
 
 
-def test_faults_are_noticed() -> None:
+def test_faults_are_noticed(apart: Callable[..., None]) -> None:
+    apart(notices_faults)
+
+
+def notices_faults() -> None:
+    from support.pretend_device import DEVICE, pretend_device
+
     with pretend_device() as device:
         x = torch.arange(4, device=DEVICE)
         with pytest.raises(RuntimeError, match="tensors on the CPU"):
