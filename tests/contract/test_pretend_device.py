@@ -26,8 +26,8 @@ from specdec.speculative_config import SpeculativeConfig
 from support.methods import METHODS, TREE_METHODS, settings, tiny_prompts, tree_settings
 from support.processes import FORKS
 
-NUM_REQUESTS = 5
-MAX_TOKENS = 9
+NUM_REQUESTS = 4
+MAX_TOKENS = 7
 # what more than the verdict the host waits for: (whenever the method drafts, when a request has finished); a drafter's tree is
 # built on the host, which reads the children of every level
 MORE_READS = {
@@ -35,7 +35,6 @@ MORE_READS = {
     "extract_hidden_states": (0, 1),  # the states, for the file
 }
 SCHEMES = ["standard", "block", "match", "gumbel"]
-
 
 
 @pytest.fixture(scope="module")

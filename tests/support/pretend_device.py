@@ -8,15 +8,15 @@ A copy to the host that does not wait holds garbage until something waits. Copie
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
@@ -73,11 +73,12 @@ class PretendDevice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # in inference mode operations come whole that are made of others, such as `to` and `item`
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         name = func.name().split(".")[0]
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors: list[Tensor] = []
+        _each((args, kwargs), lambda x: tensors.append(x) if isinstance(x, Tensor) else None)
         here = [x for x in tensors if isinstance(x, OnDevice)]
         wanted = kwargs.get("device")
         goes_here = bool(here) if wanted is None else torch.device(wanted).type == DEVICE.type
@@ -89,14 +90,14 @@ class PretendDevice(TorchDispatchMode):
             raise RuntimeError(f"{name}: tensors on the CPU {elsewhere} beside tensors on the device")
         if here and (name in READS or _has_shape_of_values(name, args, kwargs)):
             self._note_read()
-        result = func(*tree_map(_stored, args), **tree_map(_stored, kwargs))
+        result = func(*_each(args, _stored), **_each(kwargs, _stored))
         if not goes_here:
             return result
         known = {id(x.stored): x for x in here}  # what was written in place, or to `out`
-        return tree_map(lambda x: known[id(x)] if id(x) in known else OnDevice(x) if isinstance(x, Tensor) else x, result)
+        return _each(result, lambda x: known[id(x)] if id(x) in known else OnDevice(x) if isinstance(x, Tensor) else x)
 
     def _copy(self, name: str, func: Any, args: Any, kwargs: Any, goes_here: bool) -> Any:
-        result = func(*tree_map(_stored, args), **tree_map(_stored, kwargs))
+        result = func(*_each(args, _stored), **_each(kwargs, _stored))
         if name == "aten::_to_copy":
             was_here = isinstance(args[0], OnDevice)
             is_here = goes_here if kwargs.get("device") is not None else was_here
@@ -121,6 +122,20 @@ class PretendDevice(TorchDispatchMode):
         self._on_the_way = []
         stack = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename and frame.filename != __file__]
         self.reads.append(f"{stack[-1].filename}:{stack[-1].lineno}: {stack[-1].line}")
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _each(x: Any, change: Callable[[Any], Any]) -> Any:
+    """The same with every entry changed. torch's own tree_map takes half of the time here."""
+    if type(x) in (tuple, list):
+        return type(x)([_each(entry, change) for entry in x])
+    if type(x) is dict:
+        return {key: _each(value, change) for key, value in x.items()}
+    return change(x)
 
 
 def _stored(x: Any) -> Any:
