@@ -5,7 +5,8 @@ was lost.
     python eval/run.py method=ngram method.num_speculative_tokens=8 sampling.temperature=0.8 rejection=match
     python eval/run.py -m method=ngram,suffix limit=24
     python eval/run.py checkpoint=outputs/eagle3_demo-llama-demo/latest          # any drafter in a known format says its method
-    torchrun --nproc_per_node 3 eval/run.py tensor_parallel_size=3               # by which the number of heads can be divided
+    torchrun --nproc_per_node 4 eval/run.py model=qwen3                          # four processes share the task
+    torchrun --nproc_per_node 6 eval/run.py tensor_parallel_size=3               # two groups share it, each with one target
     python eval/run.py method=hybrid checkpoint=DIR                              # n-gram where it matches, else the drafter
     python eval/run.py task=jsonl task.path=prompts.jsonl speculative_config='{"method": "suffix"}'
 

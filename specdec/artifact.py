@@ -273,7 +273,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         temporary.write_text(text + "\n")
         temporary.replace(path)

@@ -308,7 +308,7 @@ class PolicyPlan:
             table = self.cost_table
             cost_table.check_fits(table, target, proposer)
         else:
-            if target.processes.is_main:
+            if target.processes.is_first:
                 print("note: measuring costs; cost_table=FILE of eval/profile_cost.py saves that", file=sys.stderr)
             table = profiling.measure(target, proposer, profiling.sizes_up_to(max_batch_size))
         auto = self.auto

@@ -3,6 +3,7 @@
     python train/prepare.py out=data.jsonl                          # the target invents the user turns, too
     python train/prepare.py prompts=prompts.jsonl out=data.jsonl    # lines with turns, messages or conversations
     python train/prepare.py prompts=prompts.jsonl out=data.jsonl resume=true
+    torchrun --nproc_per_node 4 train/prepare.py prompts=prompts.jsonl out=data.jsonl   # four processes share the prompts
 
 The first line of `out` is a header that says how it was made; then one line per conversation: messages, input_ids and loss_mask
 (1 where the target generated the token). Answers of the prompt set are dropped and made anew, turn by turn; its `tools` reach

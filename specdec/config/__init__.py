@@ -36,6 +36,7 @@ NOT_RESUMED = {  # pages whose runs cannot go on, and why
     "profile_cost": "a profile takes a minute, and is not resumed",
     "bench": "a benchmark is not resumed",
 }
+SHARED = ("eval", "train", "prepare", "extract")  # pages whose work several processes may share
 OmegaConf.register_new_resolver("target", command_line.target_name, replace=True)
 OmegaConf.register_new_resolver("run_dir", run_dir.default, replace=True)
 
@@ -58,6 +59,8 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
     if {"--help", "-h"} & set(typed):
         print(help.of_page(CONF, page, run.__globals__["__doc__"], sys.argv[1:]))
         return
+    if (started := int(os.environ.get("WORLD_SIZE", 1))) > 1 and page not in SHARED:
+        fail(f"torchrun has started {started} processes, and {Path(sys.argv[0]).name} works in one; leave torchrun out")
     try:
         with _plain_errors():
             sys.argv[1:] = command_line.check(CONF, page, sys.argv[1:], partial(_record, page))
@@ -72,11 +75,25 @@ def launch(page: str, run: Callable[[Any], object], *defaults: str) -> None:
 
     def job(composed: DictConfig) -> None:
         sys.argv[:] = command  # what a checkpoint says it was made by
-        with one_line(), _plain_errors():  # here already: of a job that fails, Hydra says so in a line of its own
+        # here already: of a job that fails, Hydra says so in a line of its own; another launcher carries the error back
+        with contextlib.nullcontext() if launcher else one_line(), _plain_errors():
             run(_with_job_directory(_record(page, composed)))
 
+    launcher = command_line.value_of(command, "hydra/launcher")
+    if launcher:
+        print(f"jobs are started by {launcher}, each with a log in {_logs_of_jobs(command)}", file=sys.stderr)
     with _plain_errors():
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(job)()
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=page)(job)()
+        except Exception as error:
+            if not type(error).__module__.startswith("submitit."):
+                raise
+            reason = str(error).strip().splitlines()[-1]
+            raise ValueError(f"a job of {launcher} failed ({reason}); see its log in {_logs_of_jobs(command)}") from None
+
+
+def _logs_of_jobs(words: list[str]) -> Path:
+    return Path(command_line.value_of(words, "hydra.sweep.dir") or ".") / ".submitit"
 
 
 def _complete(page: str) -> None:

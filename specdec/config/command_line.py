@@ -175,7 +175,7 @@ def _check_keys(conf: Path, page: str, overrides: list[Override]) -> DictConfig:
                 _check_experiment(conf, page, choice)
     hydras = [str(override.input_line) for override in overrides if _is_hydras(override)]
     if hydras:
-        compose(page, hydras, return_hydra_config=True)
+        _check_hydras(page, hydras)
     known: dict[str, bool] = {}  # a sweep over groups may give keys to some of its jobs only
     composed: list[DictConfig] = []
     for settings in _jobs(groups):
@@ -230,6 +230,19 @@ def _check_experiment(conf: Path, page: str, choice: str) -> None:
         parents = [".".join(parts[:count]) for count in range(1, len(parts))]
         if key not in known and not any(known.get(parent, False) for parent in parents):
             raise ValueError(f"experiment {choice!r}: unknown key {key!r}; {_nearest_key(key, known)}")
+
+
+def _check_hydras(page: str, settings: list[str]) -> None:
+    """Raise what Hydra raises for settings of its own, or ValueError for a launcher that is not installed."""
+    try:
+        compose(page, settings, return_hydra_config=True)
+    except MissingConfigException:
+        launcher = value_of(settings, "hydra/launcher")
+        if launcher is None:
+            raise
+        raise ValueError(
+            f"hydra/launcher={launcher}: not installed; `pip install specdec-lab[slurm]` brings submitit_slurm, submitit_local"
+        ) from None
 
 
 def _is_hydras(override: Override) -> bool:

@@ -13,6 +13,8 @@ from specdec.measure.records import JsonlFile
 from specdec.measure.report import console
 from specdec.measure.report import run as run_report
 from specdec.measure.tasks import Task
+from specdec.model import distributed
+from specdec.model.distributed import SharedCount
 from specdec.params import PLAIN, SamplingParams
 from specdec.policy import profiling
 from specdec.rejection import synthetic
@@ -49,31 +51,52 @@ def decode(
     seed: int,
     on_request: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[JsonlFile]:
-    """Decode what the files of the passes do not have yet, group by group with every pass in turn.
+    """Decode what the files of the passes do not have yet, group by group with every pass in turn. Where several groups of
+    processes share the tasks, each has its own part of them.
 
-    on_request: takes the row of every request that has finished, in the process that writes.
+    on_request: takes the row of every request that has finished, in the first process.
 
-    Returns the files: none in a process that does not write.
+    Returns the files with the rows of all, in the order of the tasks: none but in the first process.
     """
     target = passes[0].engine.target
-    is_main = target.processes.is_main
-    files = [JsonlFile(each.path) for each in passes] if is_main else []
+    processes = target.processes
+    counts = [SharedCount(processes, each.path.name) for each in passes]
+    files = [JsonlFile(each.path) for each in passes] if processes.is_first else []
     for file in files:
         records.check_rows(file.rows, file.path)
-    answered = target.processes.broadcast_object([file.answered for file in files])
+    answered = processes.from_first([file.answered for file in files])
+    if processes.is_main and not processes.is_first:
+        files = [records.open_shared(each.path, processes) for each in passes]
     rates = [stats.RunningRates() for _ in passes]
     num_answered = {each.method: len(outputs) for each, outputs in zip(passes, answered, strict=True)}
-    with console.progress(sum(len(task.turns) for task in chosen), is_main, **num_answered) as advance:
-        for group in tasks.groups(chosen, passes[0].engine.max_batch_size):
+    with console.progress(sum(len(task.turns) for task in chosen), processes.is_first, **num_answered) as advance:
+
+        def show(place: int, count: int) -> None:
+            advance(passes[place].method, str(rates[place]), counts[place].add(count))
+
+        def show_all() -> None:
+            for place in range(len(passes)):
+                show(place, 0)
+
+        for group in tasks.groups(processes.share(chosen), passes[0].engine.max_batch_size):
             for place, each in enumerate(passes):
                 for task, turn, request in tasks.decode(each.engine, group, params, seed, answered[place]):
-                    if is_main:
+                    if processes.is_main:
                         row = records.request_record(task, turn, request, target.tokenizer, each.facts)
                         files[place].add(row)
                         on_request(row)
                     rates[place].add(request.stats)
-                    advance(each.method, str(rates[place]))
+                    show(place, 1)
+        distributed.wait_for_all(processes, show_all)
+    if not processes.is_first:
+        for file in files:
+            file.close()
+        return []
+    place_of = {name: place for place, name in enumerate(tasks.prompt_texts(chosen))}
     for file in files:
+        for row in file.take_parts():
+            on_request(row)
+        file.sort(place_of)
         file.close()
     return files
 

@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from specdec.files import parse_json, read_json_object, write_atomically, writin
 from specdec.measure.stats import RequestStats, RequestTiming, request_metrics
 from specdec.measure.tasks import Task, fingerprint, request_id
 from specdec.model import arena
+from specdec.model.distributed import ProcessGroup
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
 from specdec.prompts import answer_text
@@ -93,10 +95,14 @@ class JsonlFile:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         self._keep = keep
-        if path.exists():
+        is_new = not path.exists()
+        if not is_new:
             self._recover()
-        self.num_recovered = len(self.rows)
         self._file = path.open("a", encoding="utf-8")
+        if is_new:  # of a file of this name that was deleted
+            self._remove_parts()
+        self.take_parts()
+        self.num_recovered = len(self.rows)
 
     def _recover(self) -> None:
         """Read the rows; a last line that was cut short is dropped. Any other malformed line is a ValueError, and the file is
@@ -145,9 +151,46 @@ class JsonlFile:
         self.rows = rows
         self._file = self.path.open("a", encoding="utf-8")
 
+    def take_parts(self) -> list[dict[str, Any]]:
+        """Take in the rows of the files of other processes (`part`), which are removed. Returns these rows."""
+        taken: list[dict[str, Any]] = []
+        known = {row.get("id") for row in self.rows}
+        for path in self._parts():
+            file = JsonlFile(path)
+            file.close()
+            taken += [row for row in file.rows if row.get("id") not in known]
+        if taken:
+            self.replace_rows([*self.rows, *taken])
+        self._remove_parts()
+        return taken
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(part(Path(glob.escape(self.path.name)), "*").name))
+
+    def _remove_parts(self) -> None:
+        for path in self._parts():
+            path.unlink()
+
+    def sort(self, place_of: dict[str, int]) -> None:
+        """Order the rows, by what is the place of their ids; rows without one come first."""
+        in_order = sorted(self.rows, key=lambda row: place_of[row["id"]] if "id" in row else -1)
+        if in_order != self.rows:
+            self.replace_rows(in_order)
+
     def close(self) -> None:
         with writing(self.path):
             self._file.close()
+
+
+def part(path: Path, number: int | str) -> Path:
+    """Where a group of processes writes rows of a run that it shares with others, until the run's own file takes them in."""
+    return path.with_name(f".{path.name}.part-{number}")
+
+
+def open_shared(path: Path, processes: ProcessGroup) -> JsonlFile:
+    """The file for the rows of this group of processes; that of the first group is the run's own."""
+    number = processes.data_parallel_rank
+    return JsonlFile(path if number == 0 else part(path, number))
 
 
 def request_record(task: Task, turn: int, request: Request, tokenizer: Any, common: dict[str, Any]) -> dict[str, Any]:

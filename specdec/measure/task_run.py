@@ -25,9 +25,10 @@ def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
     plan.check_processes(cfg.tensor_parallel_size)
     chosen = cfg.task.load(cfg.limit)
     out_dir = cfg.start()
-    if cfg.tensor_parallel_size == 1 < (started := distributed.num_started()):
-        raise ValueError(f"torchrun has started {started} processes; add tensor_parallel_size={started}, or leave torchrun out")
-    processes = distributed.join(cfg.tensor_parallel_size, choose_device(cfg.model.device))
+    num_shares = distributed.num_started() // cfg.tensor_parallel_size
+    if num_shares > len(chosen):
+        raise ValueError(f"{num_shares} processes for a task of {len(chosen)} rows; start at most one for each")
+    processes = distributed.join(cfg.tensor_parallel_size, choose_device(cfg.model.device), data_parallel=True)
     target = cfg.model.load(processes=processes)
     proposer, verifier = plan.build(target)
     policy = plan.policy.build(target, proposer, cfg.max_batch_size)
@@ -47,16 +48,22 @@ def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
         **cfg.engine,
     }
     wandb_run = None
-    if processes.is_main:  # of several processes with the same answers, one writes
+    if processes.is_first:
         cfg.claim(identity)
         wandb_run = logger.WandbRun(config.plain(cfg), "eval")
 
     on_request = wandb_run.log_request if wandb_run else lambda row: None
     files = evaluate.decode(passes, chosen, cfg.sampling, cfg.seed, on_request)
-    verify_s = evaluate.verify_seconds(engine, files, min(cfg.max_batch_size, len(chosen)))
-    if not processes.is_main or wandb_run is None:
+    if processes.data_parallel_rank > 0:
         return {}
-    summary = identity | evaluate.summarize(passes, files, verify_s, cfg.sampling)
+    verify_s = evaluate.verify_seconds(engine, files, min(cfg.max_batch_size, len(chosen)))
+    if wandb_run is None:
+        return {}
+    summary = (
+        identity
+        | {"data_parallel_size": processes.data_parallel_size}
+        | evaluate.summarize(passes, files, verify_s, cfg.sampling)
+    )
     write_json(out_dir / "summary.json", summary)
     title = f"{method_words(summary)} on {target.name}, {identity['dtype']}, {cfg.task.name}"
     plot = run_report.plot_run(summary, title, out_dir / "run.png")

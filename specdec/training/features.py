@@ -13,6 +13,8 @@ from torch import Tensor
 
 from specdec.artifact import MANIFEST, SampleLocation, Writer, locations, num_bytes, read, read_manifest, token_key
 from specdec.drafter.batch import Batch, Features, Sample, collate
+from specdec.model import distributed
+from specdec.model.distributed import SharedCount
 from specdec.model.target import CausalLM
 
 CHUNK = 512  # tokens of one forward, and of one product with the output layer
@@ -242,22 +244,21 @@ def _check_same_target(directory: str | Path, manifest: dict[str, Any], target: 
             )
 
 
-def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, advance: Callable[[], object]) -> int:
+def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, advance: Callable[..., None]) -> int:
     """Write the features of all samples that the directory does not hold yet; a damaged file is written again.
 
     source: computes the features.
     samples: those to write.
     writer: of the artifact.
-    advance: called after every sample.
-    Returns how many samples were computed.
+    advance: of `console.progress`, with a bar for samples.
+    Returns how many samples were computed, by all processes of the target that share them.
     """
-    stored = writer.stored_keys(samples)
+    processes = source.target.processes
+    stored = processes.from_first(writer.stored_keys(samples) if processes.is_first else None)
     todo = []
     for sample in samples:
         key = token_key(sample.token_n)
-        if key in stored:
-            advance()
-        else:
+        if key not in stored:
             stored.add(key)
             todo.append(sample)
     size = num_bytes(source.target, source.layers, todo)
@@ -267,10 +268,14 @@ def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, a
             f"{writer.directory}: the hidden states of {len(todo)} samples take {size / 2**30:.2f} GiB, and "
             f"{free / 2**30:.2f} GiB are free; lower data.limit or data.max_length, or use another disk"
         )
+    count = SharedCount(processes, "samples")
+    show = lambda new: advance("samples", num_done=len(samples) - len(todo) + count.add(new))
+    show(0)
     try:
-        for sample in todo:
+        for sample in processes.share(todo):
             writer.add(sample, source.compute(sample))
-            advance()
+            show(1)
     finally:  # what is computed is kept, whatever ends the run
         writer.flush()
+    distributed.wait_for_all(processes, lambda: show(0))
     return len(todo)

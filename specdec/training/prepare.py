@@ -24,8 +24,12 @@ from specdec.config import pages
 from specdec.core import Request
 from specdec.engine import Engine
 from specdec.measure import tasks
+from specdec.measure.records import open_shared
 from specdec.measure.report import console
 from specdec.measure.tasks import Task
+from specdec.model import distributed
+from specdec.model.distributed import SharedCount
+from specdec.model.target import choose_device
 from specdec.params import SamplingParams
 from specdec.training import data
 from specdec.training.synthesize import OPENINGS, open_rows, read_openings, sampling_params, synthesize
@@ -35,10 +39,11 @@ def run(cfg: pages.Prepare) -> None:
     """Write the file `out`, or go on with it. Raises ValueError, one line, for what cannot work."""
     # everything that a typo can break comes before the weights
     out = Path(cfg.out)
-    real = out.resolve()  # a link and the file that it leads to are one, by whatever name
-    lock.acquire(real.with_name(f".{real.name}.lock"), f"out={out}")
-    if out.exists() and not cfg.resume:
-        raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
+    if script.is_main_process():
+        real = out.resolve()  # a link and the file that it leads to are one, by whatever name
+        lock.acquire(real.with_name(f".{real.name}.lock"), f"out={out}")
+        if out.exists() and not cfg.resume:
+            raise ValueError(f"out={out} exists; give another name, or resume=true to go on with it")
     limits = cfg.answers.model_dump(include={"max_tokens", "top_p", "top_k"})
     params_by_place = [SamplingParams(temperature=temperature, **limits) for temperature in cfg.answers.temperatures]
     openings = []
@@ -48,7 +53,8 @@ def run(cfg: pages.Prepare) -> None:
     drafter_method = None if cfg.drafter is None else method.of_checkpoint(cfg.drafter)
     torch.set_num_threads(cfg.num_threads or 1)
 
-    target = cfg.model.load(fastest=True)
+    processes = distributed.join(1, choose_device(cfg.model.device), data_parallel=True)
+    target = cfg.model.load(processes, fastest=True)
     max_model_len = min(cfg.max_model_len, target.max_model_len)
     drafting = {} if cfg.drafter is None else {"model": cfg.drafter, "num_speculative_tokens": cfg.num_speculative_tokens}
     proposer = method.build(drafter_method or method.PLAIN, target, **drafting)
@@ -71,15 +77,23 @@ def run(cfg: pages.Prepare) -> None:
         "answers": config.plain(cfg.answers),
         "seed": cfg.seed,
     }
-    rows = open_rows(out, header, cfg.resume)
+    count = SharedCount(processes, "answers")
+    rows = open_rows(out, header, cfg.resume) if processes.is_first else None
     script.has_results(out, resumes=True)
-    written = {row["id"] for row in rows.rows[1:]}
-    with console.progress(len(conversations), answers=len(written)) as advance:
+    written = processes.from_first({row["id"] for row in rows.rows[1:]} if rows else None)
+    rows = rows or open_shared(out, processes)
+    with console.progress(len(conversations), processes.is_first, answers=len(written)) as advance:
         for place, params in enumerate(params_by_place):  # temperatures are dealt out to the conversations in turn
             dealt = conversations[place :: len(params_by_place)]
-            for row in answer(engine, [task for task in dealt if task.id not in written], params, cfg.seed):
+            share = processes.share([task for task in dealt if task.id not in written])
+            for row in answer(engine, share, params, cfg.seed):
                 rows.add(row)
-                advance("answers")
+                advance("answers", num_done=count.add(1))
+        distributed.wait_for_all(processes, lambda: advance("answers", num_done=count.add(0)))
+    if not processes.is_first:
+        return rows.close()
+    rows.take_parts()
+    rows.sort({task.id: place for place, task in enumerate(conversations)})
     rows.close()
     num_tokens = sum(sum(row["loss_mask"]) for row in rows.rows[1:])
     console.show(f"{len(rows.rows) - 1} conversations, {num_tokens} supervised tokens, written to {out}")
@@ -152,10 +166,10 @@ def read_prompts(path: Path, limit: int | None, tokenizer: Any) -> list[Task]:
         tools = json.dumps(prompt.tools) if prompt.tools else None
         name = ids.unique(str(row.get("id", where)))
         conversations.append(Task(name, str(row.get("category", "all")), turns, system, tools))
-    if left_out:
+    if left_out and script.is_main_process():
         reasons = "; ".join(f"{count} with {reason}" for reason, count in left_out.most_common())
         print(f"note: {left_out.total()} rows of {path} were left out: {reasons}")
-    if unused:
+    if unused and script.is_main_process():
         print(f"note: {unused_note(unused)}")
     if not conversations:
         raise ValueError(f"prompts={path}: no row with user turns; give rows with one of {', '.join(tasks.PROMPTS)}")
@@ -168,7 +182,8 @@ def fits(engine: Engine, task: Task) -> bool:
         ids = tasks.first_prompt_ids(engine.target.tokenizer, task)
         engine.check(Request(task.id, ids, SamplingParams()))
     except ValueError as error:
-        print(f"note: left out: {error}", file=sys.stderr)
+        if script.is_main_process():
+            print(f"note: left out: {error}", file=sys.stderr)
         return False
     return True
 

@@ -97,34 +97,45 @@ def synthesize(cfg: pages.Prepare, engine: Engine, openings: list[dict[str, Any]
         "synthesize": {**cfg.synthesize.model_dump(), "count": None},
         "seed": cfg.seed,
     }
-    rows = open_rows(path, identity, cfg.resume)
+    processes = target.processes
+    rows = open_rows(path, identity, cfg.resume) if processes.is_first else None
     script.has_results(path, resumes=True)
-    turns = {row["turns"][0] for row in rows.rows[1:] if row["turns"]}
-    requests = _requests(cfg, target.tokenizer, openings, len(rows.rows) - 1)
-    with console.progress(count, prompts=len(turns)) as advance:
+    tried = processes.from_first([row["turns"] for row in rows.rows[1:]] if rows else None)
+    num_tried = len(tried)
+    turns = {text for texts in tried for text in texts}
+    requests = _requests(cfg, target.tokenizer, openings, num_tried)
+    with console.progress(count, processes.is_first, prompts=len(turns)) as advance:
         while len(turns) < count:
-            num_tried = len(rows.rows) - 1
             if num_tried > MAX_TRIES * count:
                 raise ValueError(f"{len(turns)} usable user turns among {num_tried}; {target.name} does not make them up well")
             batch = list(itertools.islice(requests, 4 * cfg.max_batch_size))
-            for request in sorted(engine.run(batch), key=lambda request: int(request.id)):
-                opening = json.loads(request.category)
-                text = (opening["text"] + target.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)).strip()
+            # every process decodes its share, and decides on all of them
+            here = [
+                (int(one.id), one.category, one.output_token_ids, one.finish_reason)
+                for one in engine.run(processes.share(batch))
+            ]
+            for number, category, output_token_ids, finish_reason in sorted(itertools.chain(*processes.from_all(here))):
+                num_tried += 1
+                opening = json.loads(category)
+                text = (opening["text"] + target.tokenizer.decode(output_token_ids, skip_special_tokens=True)).strip()
                 is_used = (
                     len(turns) < count
-                    and request.finish_reason == "stop"
+                    and finish_reason == "stop"
                     and len(text.split()) >= MIN_WORDS
                     and text not in turns
                     and text.endswith(opening.get("ends", ""))
                     and "\ufffd" not in text
                 )
                 # a turn that is not used leaves a row too, so that a resumed run knows which requests are through
-                category = opening["category"]
-                rows.add({"id": f"{category}-{request.id}", "category": category, "turns": [text] if is_used else []})
+                name = opening["category"]
+                if rows:
+                    rows.add({"id": f"{name}-{number}", "category": name, "turns": [text] if is_used else []})
                 if is_used:
                     turns.add(text)
                     advance("prompts")
-    rows.close()
+    if rows:
+        rows.close()
+    processes.from_first(None)  # others read the file when it is complete
     return path
 
 

@@ -823,7 +823,7 @@ def test_a_benchmark_that_cannot_start_takes_no_directory(tmp_path: Path, cli: C
 
 KINDS = [
     (("run", "method=hybrid", "method.proposers={}"), "method.proposers={} must be"),
-    (("run", "hydra/launcher=nope"), "hydra/launcher/nope"),
+    (("run", "hydra/launcher=nope"), "hydra/launcher=nope: not installed; `pip install specdec-lab[slurm]`"),
     (("run", "hydra.nope=1"), "hydra.nope"),
     (("run", "--nope"), "unknown option '--nope'"),
     (("run", "--cfg", "nope"), "--cfg=nope: use one of job, hydra, all"),

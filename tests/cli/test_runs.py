@@ -35,6 +35,7 @@ from specdec.measure import records
 from specdec.model import target
 from specdec.model.target import CausalLM
 from support.cli import OFFLINE, call, contents, outputs, rows_of
+from support.processes import ended, start
 from support.wandb_offline import FakeRun
 
 ROOT = CONF.parent
@@ -380,6 +381,21 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert (first / "requests.jsonl").read_bytes() == kept
     assert len(rows_of(second / "requests.jsonl")) == len(rows_of(first / "requests.jsonl"))
+
+
+def test_a_sweep_of_another_launcher(tmp_path: Path) -> None:
+    """As on a Slurm cluster, with processes of this machine: every job is a run of its own, and one that fails says why."""
+    for name in ("0-1", "1-2"):
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+    (tmp_path / "sweep" / "1-2" / run_dir.MARKER).write_text("{}")
+    sweep = ["-m", "hydra/launcher=submitit_local", *FEW, "seed=1,2", "out_dir=sweep", "baseline=false"]
+    done = ended(start(ROOT / "eval" / "run.py", *sweep, cwd=tmp_path))
+    assert done.code == 1
+    first, *_, error = done.err.splitlines()
+    assert first == "jobs are started by submitit_local, each with a log in sweep/.submitit"
+    assert error == "error: out_dir=sweep/1-2 already holds a run; give another out_dir=, or resume=true to go on with it"
+    assert json.loads((tmp_path / "sweep" / "0-1" / "summary.json").read_text())["seed"] == 1
+    assert any("job 1 of 2" in path.read_text() for path in (tmp_path / "sweep" / ".submitit").rglob("*.err"))
 
 
 # ------------------------------------------------------------------------------------------------ stopped by a signal

@@ -69,6 +69,7 @@ def parse(words: list[str] | tuple[str, ...], directory: Path) -> None:
             typed = [word.partition("=")[0] for word in sys.argv[1:]]
             config.compose(page, *(word for word in defaults if word.partition("=")[0] not in typed), *sys.argv[1:])
 
+    words = [word for word in words if not word.startswith("hydra")]  # there is no cluster
     for key, _, value in (word.partition("=") for word in words):
         if key in config.INPUT_FILES:
             (directory / value).parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@ process does afterwards matters: how it ends, and how it and others work togethe
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +98,9 @@ def fork(script: Path, *arguments: object, cwd: Path, **env: str) -> Fork:
     return Fork(script, arguments, cwd, env)
 
 
-def fork_ranks(script: Path, *arguments: object, cwd: Path, size: int = 2, **env: str) -> Done:
-    """`torchrun --nproc_per_node SIZE SCRIPT ARGUMENTS`: what all ranks wrote, and the first exit code that is not 0."""
+@contextlib.contextmanager
+def started_ranks(script: Path, *arguments: object, cwd: Path, size: int = 2, **env: str) -> Iterator[list[Fork]]:
+    """The processes of `torchrun --nproc_per_node SIZE SCRIPT ARGUMENTS`, while its store is there."""
     # as torchrun does: a store that outlives the ranks, so that none of them fails because another has left
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -108,8 +111,14 @@ def fork_ranks(script: Path, *arguments: object, cwd: Path, size: int = 2, **env
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **env,
     }
-    ranks = [fork(script, *arguments, cwd=cwd, RANK=str(i), LOCAL_RANK=str(i), **shared) for i in range(size)]
-    results = [ended(process) for process in ranks]
+    yield [fork(script, *arguments, cwd=cwd, RANK=str(i), LOCAL_RANK=str(i), **shared) for i in range(size)]
+    del store
+
+
+def fork_ranks(script: Path, *arguments: object, cwd: Path, size: int = 2, **env: str) -> Done:
+    """`torchrun --nproc_per_node SIZE SCRIPT ARGUMENTS`: what all ranks wrote, and the first exit code that is not 0."""
+    with started_ranks(script, *arguments, cwd=cwd, size=size, **env) as ranks:
+        results = [ended(process) for process in ranks]
     code = next((done.code for done in results if done.code), 0)
     return Done(code, "".join(done.out for done in results), "".join(done.err for done in results))
 

@@ -66,14 +66,16 @@ def progress_line(task: Task) -> str:
 
 @contextlib.contextmanager
 def progress(total: int, visible: bool = True, **done: int) -> Iterator[Callable[..., None]]:
-    """A bar for each name, of which `done` of `total` are done; yields a function (name, note="") that advances the bar of a
-    name by one and sets the note behind it."""
+    """A bar for each name, of which `done` of `total` are done; yields a function (name, note="", num_done=None) that sets the
+    note behind the bar of a name, and advances it by one, or to where `num_done` more than at first are done."""
     with Bars("{task.description:>12}", "{task.fields[note]}", visible) as bars:
         tasks = {name: bars.add_task(name, total=total, completed=count, note="") for name, count in done.items()}
 
-        def advance(name: str, note: str = "") -> None:
+        def advance(name: str, note: str = "", num_done: int | None = None) -> None:
             bars.update(tasks[name], note=note)
-            bars.advance(tasks[name])
+            more = 1 if num_done is None else done[name] + num_done - bars.tasks[tasks[name]].completed
+            if more:
+                bars.advance(tasks[name], more)
 
         yield advance
 
