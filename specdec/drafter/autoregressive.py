@@ -201,13 +201,13 @@ class AutoregressiveDrafter(Drafter):
     # ---------------------------------------------------------------- drafting
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return self.cache.bytes_to_grow(rows, slots + self.num_tree_slots)
+        return self.cache.bytes_to_grow(rows, slots + self.num_draft_slots)
 
     def wipe(self) -> None:
         self.cache.wipe()
 
     def reserve(self, rows: int, slots: int) -> None:
-        self.cache.reserve(rows, slots + self.num_tree_slots)
+        self.cache.reserve(rows, slots + self.num_draft_slots)
         super().reserve(rows, slots)
 
     @torch.inference_mode()

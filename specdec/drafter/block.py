@@ -57,9 +57,17 @@ class BlockLayout:
     num_committed_B, num_masks_B: entries and masks of each row.
     draft_B: tokens that each row drafts.
     device: of the drafter.
+    num_unused_B: masks at the end that draft nothing; none unless given.
     """
 
-    def __init__(self, num_committed_B: np.ndarray, num_masks_B: np.ndarray, draft_B: np.ndarray, device: torch.device):
+    def __init__(
+        self,
+        num_committed_B: np.ndarray,
+        num_masks_B: np.ndarray,
+        draft_B: np.ndarray,
+        device: torch.device,
+        num_unused_B: np.ndarray | int = 0,
+    ):
         self.draft_B = draft_B
         self.length_B = num_committed_B + num_masks_B
         end_B = np.cumsum(self.length_B)
@@ -68,7 +76,7 @@ class BlockLayout:
         self.committed_N = np.arange(len(committed_row_N)) + shift_B[committed_row_N]  # places of the committed entries
         # of every drafted token: the place that drafts it, its row and its position in the draft
         row_N, position_N = np.nonzero(np.arange(draft_B.max(initial=0)) < draft_B[:, None])
-        self.query_N = (end_B - draft_B)[row_N] + position_N
+        self.query_N = (end_B - num_unused_B - draft_B)[row_N] + position_N
         self.drafted_at = tuple(torch.from_numpy(i).to(device, non_blocking=True) for i in (row_N, position_N))
 
     @property

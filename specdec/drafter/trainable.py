@@ -171,8 +171,8 @@ class UnrolledDrafter(nn.Module):
         self.drafts_trees = self.tree is not None
 
     @property
-    def num_tree_slots(self) -> int:
-        """Slots that a tree takes in the drafter's cache."""
+    def num_draft_slots(self) -> int:
+        """Slots that a draft takes in the drafter's cache beyond those of the request's own tokens."""
         return 0 if self.tree is None else self.tree.num_expanded
 
     def path_limit(self, context: Context) -> np.ndarray:

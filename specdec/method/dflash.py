@@ -216,9 +216,23 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
 
     # ---------------------------------------------------------------- drafting
 
+    @property
+    def block_length(self) -> int:
+        """Tokens of a full draft. All of its masks are there when fewer tokens are wanted too: they see each other, so that a
+        shorter block would have other first tokens (and vLLM's blocks are all full)."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.depth
+
+    @property
+    def num_draft_slots(self) -> int:
+        return self.block_length
+
     def draft_lengths(self, context: Context) -> np.ndarray:
-        """[B] how many tokens to draft. The last place of a block has position length + K - 1."""
-        return np.minimum(self.path_limit(context), np.clip(self.max_model_len - context.length_B, 0, None))
+        """[B] how many tokens to draft."""
+        return np.minimum(self.path_limit(context), self._room(context))
+
+    def _room(self, context: Context) -> np.ndarray:
+        """[B] how many tokens a block may have. The last place of one has position length + K - 1."""
+        return np.clip(self.max_model_len - context.length_B, 0, self.block_length)
 
     def block_logits(self, context: Context, draft_B: np.ndarray) -> tuple[Tensor, BlockLayout]:
         state_ND, layout = self.block_states(context, draft_B)
@@ -229,7 +243,9 @@ class DFlash(BlockDrafter, AutoregressiveDrafter):
         device = self.target.device
         drafts_B = draft_B > 0
         self._store(context, np.flatnonzero(drafts_B))
-        layout = BlockLayout(drafts_B.astype(np.int64), np.where(drafts_B, draft_B - 1 + self.first_offset, 0), draft_B, device)
+        block_B = np.where(drafts_B, self._room(context), 0)
+        num_masks_B = np.where(drafts_B, block_B - 1 + self.first_offset, 0)
+        layout = BlockLayout(drafts_B.astype(np.int64), num_masks_B, draft_B, device, block_B - draft_B)
         token_N = torch.full((layout.num_places,), self.mask_token_id, device=device)
         token_N = layout.put_committed(token_N, context.last_token_B[self._index(np.flatnonzero(drafts_B))])
         start_B = context.length_B - 1

@@ -176,10 +176,10 @@ class DraftModel(StatelessProposer, UnrolledDrafter):
     # ---------------------------------------------------------------- drafting
 
     def bytes_to_grow(self, rows: int, slots: int) -> int:
-        return self.cache.bytes_to_grow(rows, slots + self.num_tree_slots)
+        return self.cache.bytes_to_grow(rows, slots + self.num_draft_slots)
 
     def reserve(self, rows: int, slots: int) -> None:
-        self.cache.reserve(rows, slots + self.num_tree_slots)
+        self.cache.reserve(rows, slots + self.num_draft_slots)
 
     def on_start(self, row: int, request: Request) -> None:
         ids = np.asarray(request.prompt_token_ids[: self.max_model_len], dtype=np.int64)

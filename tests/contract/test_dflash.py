@@ -225,6 +225,20 @@ def test_a_row_drafts_the_same_in_any_company(name: str) -> None:
         assert draft.token_BK[0].tolist() == drafts.token_BK[place, :most].tolist()
 
 
+@EVERY
+def test_a_shorter_draft_is_the_beginning_of_a_longer_one(name: str) -> None:
+    """As at the end of a request, where fewer tokens are left: the masks of a block see each other, and all stay."""
+    drafts = []
+    for most in (1, 2, 4):
+        new = drafter(name, 4)
+        new.reserve(1, 300)
+        logits, layout = new.block_logits(context(new, {0: text(1, 30)}), np.array([most]))
+        assert (layout.num_places, len(logits)) == (4 + new.first_offset, most)
+        drafts.append(logits)
+    assert torch.equal(drafts[0], drafts[2][:1])
+    assert torch.equal(drafts[1], drafts[2][:2])
+
+
 @pytest.mark.parametrize(
     ("architecture", "words"),
     [
