@@ -206,7 +206,8 @@ class Hybrid(StatelessProposer):
         tree_draft = component.draft(context, rows)
         lookup = self._join(context, drafts).select_rows(rows)
         self.last_R |= dict.fromkeys(context.rows[rows].tolist(), component)
-        token_BK, lookup_BK = (draft.token_BK.cpu().numpy() for draft in (tree_draft, lookup))
+        host = torch.cat([tree_draft.token_BK, lookup.token_BK], 1).cpu().numpy()  # one read
+        token_BK, lookup_BK = np.split(host, [tree_draft.token_BK.shape[1]], 1)
         tree_length_B, lookup_length_B = tree_draft.length_B.numpy(), lookup.length_B.numpy()
         trees = [
             tree.graft(
@@ -228,9 +229,10 @@ class Hybrid(StatelessProposer):
                 (*draft.token_BK.shape, component.proposer.num_confidence_features)
             ).float()
             for b, (*_, node_k) in enumerate(trees):
-                at = torch.from_numpy(np.flatnonzero(node_k >= 0))
+                is_own = node_k >= 0
+                at, node = (torch.from_numpy(x).to(confidence_BKF.device) for x in (np.flatnonzero(is_own), node_k[is_own]))
                 if tree_draft.confidence_BKF is not None:
-                    confidence_BKF[b, at] = tree_draft.confidence_BKF[b, torch.from_numpy(node_k[node_k >= 0])]
+                    confidence_BKF[b, at] = tree_draft.confidence_BKF[b, node]
             draft.confidence_BKF = confidence_BKF
         # where a lookup has nodes in it, both drafted
         draft.proposer_B = [

@@ -10,21 +10,28 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from specdec import sampling
 from specdec.core import Request
 from specdec.drafter.tree import Grower
 from specdec.engine import Engine
+from specdec.method import find
 from specdec.model import packed_linear
 from specdec.model.target import CausalLM
 from specdec.params import SamplingParams
+from specdec.policy.cost_table import CostTable
 from specdec.speculative_config import SpeculativeConfig
+from specdec.training.features import OnlineFeatures, TokenSource
 from support.methods import METHODS, TREE_METHODS, settings, tiny_prompts, tree_settings
 from support.processes import FORKS
+from support.training import SAMPLES
 
 NUM_REQUESTS = 4
 MAX_TOKENS = 7
@@ -105,6 +112,17 @@ def tree(method: str) -> None:
     holds(tree_settings(method, target(on_device=False)))
 
 
+def test_hybrid_trees(apart: Callable[..., None]) -> None:
+    """Of the tokens that were found and the drafter's tree one is made on the host, which reads both at once."""
+    apart(hybrid)
+
+
+def hybrid() -> None:
+    drafter = tree_settings("eagle3", target(on_device=False))
+    lookup = {"method": "ngram", "prompt_lookup_min": 2}
+    holds({"method": "hybrid", "num_speculative_tokens": 7, "proposers": [lookup, drafter]}, (1, 0))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("method", ["none", "ngram", "eagle3", "draft_model", "dspark"])
 def test_sampled(apart: Callable[..., None], method: str, scheme: str) -> None:
@@ -116,6 +134,105 @@ def sampled(method: str, scheme: str) -> None:
     if method in ("eagle3", "draft_model", "dspark"):
         values["draft_sample_method"] = "probabilistic"
     holds(values, temperature=0.8)
+
+
+POLICIES = {
+    "schedule": {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 1]]},
+    "adaptive": {"enable_adaptive_verification": True},
+    "auto": {"num_speculative_tokens": "auto"},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("method", ["ngram", "eagle3", "dspark"])
+def test_policies(apart: Callable[..., None], method: str, policy: str, tmp_path: Path) -> None:
+    """What is cut by a drafter's confidence is decided on the host, which reads it once for every draft."""
+    apart(adapts, method, policy, tmp_path / "cost.json")
+
+
+def adapts(method: str, policy: str, path: Path) -> None:
+    values = settings(method, target(on_device=False)) | POLICIES[policy]
+    if policy != "schedule":
+        verify_s = [[1.0, 1.1, 1.4], [1.1, 1.5, 3.0]]
+        about = {"target": "tiny-llama", "method": method}
+        CostTable([1, 3], [0, 2, 5], verify_s, [[0.0, 0.1, 0.2]] * 2, about).save(path)
+        values["cost_table"] = str(path)
+    reads_confidence = policy == "adaptive" and method != "ngram"
+    holds(values, (int(reads_confidence), 0))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if find(name).facts.train_script])
+def test_training(apart: Callable[..., None], method: str) -> None:
+    """A step's loss and gradients are the CPU's. The host reads once for each sample whose features are computed, and never
+    while the loss and its gradients are."""
+    apart(trains, method)
+
+
+def trains(method: str) -> None:
+    from support.pretend_device import pretend_device
+
+    expected_loss, expected, _ = loss_and_gradients(method, target(on_device=False), lambda: 0)
+    with pretend_device() as device:
+        loss, gradients, num_reads = loss_and_gradients(method, target(on_device=True), lambda: len(device.reads))
+        loss = loss.cpu()
+        gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
+    torch.testing.assert_close(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        gap = (gradient - expected[name]).abs().max()
+        assert gap <= 2e-5 * expected[name].abs().max(), name
+    num_features = 0 if method in ("draft_model", "pard") else 3
+    assert num_reads == [num_features, 0, 0], Counter(device.reads)
+
+
+def loss_and_gradients(
+    method: str, target: CausalLM, num_reads: Callable[[], int]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[int]]:
+    """Of one batch; and how often the host waited for features, loss and gradients."""
+    kind: Any = find(method)
+    init = kind.init_type()
+    checkpoint = kind.init_checkpoint(target, {"pard_token": 7} if method == "pard" else {}, init)
+    drafter = kind(target, checkpoint, 1)
+    objective = drafter.objective_type()
+    has_features = drafter.needs_target(objective)
+    features = OnlineFeatures(target, drafter.hidden_layers) if has_features else TokenSource(target.device)
+    drafter.for_training(objective, init, features(SAMPLES[:4]).hidden(drafter.hidden_layers) if has_features else None)
+    counts = [num_reads()]
+    batch = features(SAMPLES[4:7])
+    counts.append(num_reads())
+    loss, _ = drafter(batch, 0.5, "a seed")
+    counts.append(num_reads())
+    loss.backward()
+    counts.append(num_reads())
+    gradients = {name: weight.grad for name, weight in drafter.named_parameters() if weight.grad is not None}
+    return loss.detach(), gradients, np.diff(counts).tolist()
+
+
+MUTANTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a hidden item": lambda max_N: max_N.max().item(),
+    "a mask on the CPU": lambda max_N: max_N + torch.zeros(max_N.shape),
+    "a boolean index": lambda max_N: max_N[max_N > 0],
+    "a number as a condition": lambda max_N: bool(max_N.sum() > 0),
+    "an array of a tensor": lambda max_N: max_N.cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_engine_are_noticed(apart: Callable[..., None], mutant: str) -> None:
+    apart(notices, mutant)
+
+
+def notices(mutant: str) -> None:
+    finite = sampling.finite
+
+    def mutated(max_N: torch.Tensor) -> torch.Tensor:
+        MUTANTS[mutant](max_N)
+        return finite(max_N)
+
+    values = settings("ngram", target(on_device=False))
+    with mock.patch.object(sampling, "finite", mutated), pytest.raises((AssertionError, RuntimeError)):
+        holds(values)
+    holds(values)
 
 
 def test_faults_are_noticed(apart: Callable[..., None]) -> None:

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
+torch.pretend.get_rng_state = lambda device: torch.get_rng_state()  # type: ignore[attr-defined]  # fork_rng asks
+torch.pretend.set_rng_state = lambda state, device: torch.set_rng_state(state)  # type: ignore[attr-defined]
 torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]  # torch.autocast asks
 DEVICE = torch.device("pretend:0")
 # operations whose result, or whose shape, the host has to know
