@@ -61,7 +61,7 @@ def run(cfg: Extract) -> None:
     as_vllm = cfg.layout == "vllm"  # which has a file for each sample
     writer = artifact.Writer(Path(cfg.out_dir), manifest, 0 if as_vllm else cfg.shard_mb << 20, as_vllm)
     with console.progress(len(loaded.samples), processes.is_first, samples=0) as advance:
-        num_computed = features.extract(source, loaded.samples, writer, advance)
+        num_computed = features.extract(source, loaded.samples, writer, lambda done: advance("samples", num_done=done))
     num_present = len(loaded.samples) - num_computed
     show(f"{num_computed} samples computed, {num_present} were there; written to {cfg.out_dir}")
 

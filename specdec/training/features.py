@@ -244,13 +244,13 @@ def _check_same_target(directory: str | Path, manifest: dict[str, Any], target: 
             )
 
 
-def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, advance: Callable[..., None]) -> int:
+def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, advance: Callable[[int], object]) -> int:
     """Write the features of all samples that the directory does not hold yet; a damaged file is written again.
 
     source: computes the features.
     samples: those to write.
     writer: of the artifact.
-    advance: of `console.progress`, with a bar for samples.
+    advance: called with the number of samples that are there, of all processes, whenever it may have grown.
     Returns how many samples were computed, by all processes of the target that share them.
     """
     processes = source.target.processes
@@ -269,7 +269,7 @@ def extract(source: OnlineFeatures, samples: Sequence[Sample], writer: Writer, a
             f"{free / 2**30:.2f} GiB are free; lower data.limit or data.max_length, or use another disk"
         )
     count = SharedCount(processes, "samples")
-    show = lambda new: advance("samples", num_done=len(samples) - len(todo) + count.add(new))
+    show = lambda new: advance(len(samples) - len(todo) + count.add(new))
     show(0)
     try:
         for sample in processes.share(todo):
