@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import psutil
@@ -45,6 +46,7 @@ from specdec.core import (
     check_proposer,
 )
 from specdec.model.device import Timer, free_memory
+from specdec.model.fixed_shapes import FixedShapes
 from specdec.model.kv import CAUSAL, SlotCache, Tree, Visibility, pack_ragged, pad_ragged
 from specdec.model.target import CausalLM, Output
 from specdec.prompts import bad_words_token_ids
@@ -105,6 +107,8 @@ class Engine:
     cache: one to use, for engines that take turns.
     policy: chooses the number of draft tokens by row and step, up to the proposer's K; without one it is always K.
     clock: of times that are recorded about requests, in seconds.
+    enforce_eager: verification forwards have the shapes of the step; otherwise few fixed ones, each a CUDA graph on a GPU
+        (`specdec.model.fixed_shapes`).
 
     last_step: the decoding step of the last call of `step`; None if it only processed prompts.
     """
@@ -120,6 +124,7 @@ class Engine:
         cache: SlotCache | None = None,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        enforce_eager: bool = True,
     ):
         for key, value in (("max_batch_size", max_batch_size), ("prefill_chunk_size", prefill_chunk_size)):
             if value < 1:
@@ -151,6 +156,7 @@ class Engine:
         self.state = RowState(max_batch_size, target.vocab_size, target.device)
         self.stop_rules = StopRules(target, max_batch_size)
         self.last_step: Step | None = None
+        self.fixed_shapes = None if enforce_eager else FixedShapes(target, proposer.num_speculative_tokens + 1)
 
     # ---------------------------------------------------------------- requests in
 
@@ -201,8 +207,10 @@ class Engine:
             self.check(request)
         in_flight = len(requests) + len(self.waiting) + self.num_running
         # paths end at the limit, and the nodes beside them take slots too
-        num_nodes = self.proposer.num_speculative_tokens if self.proposer.drafts_trees else 0
-        self._reserve(min(self.max_batch_size, in_flight), max(map(self.limit, requests), default=0) + num_nodes)
+        num_beyond = self.proposer.num_speculative_tokens if self.proposer.drafts_trees else 0
+        if self.fixed_shapes is not None:  # padding as well
+            num_beyond = self.fixed_shapes.max_length
+        self._reserve(min(self.max_batch_size, in_flight), max(map(self.limit, requests), default=0) + num_beyond)
 
     def add(self, *requests: Request) -> None:
         """Queue requests. All are checked before the first is taken."""
@@ -443,6 +451,9 @@ class Engine:
         count_R = np.zeros(rows[-1] + 1, dtype=np.int64)
         start_R[rows] = length_B - 1
         count_R[rows] = count_B
+        forward: Callable[..., Output] = self.target.forward
+        if self.fixed_shapes is not None:
+            forward = partial(self.fixed_shapes.forward, stored_R=state.cached_R)
         visibility: Visibility = CAUSAL
         slot_RJ = None
         if draft.parent_BK is not None:
@@ -452,7 +463,7 @@ class Engine:
             slot_RJ = start_R[:, None] + np.arange(parent_RJ.shape[1])
             slot_RJ[rows, 1:] = length_B[:, None] + tree.slots(draft.parents(), draft.length_B.numpy())
         token_N = pack_ragged(token_BJ, count_B)
-        output = self.target.forward(
+        output = forward(
             self.cache,
             token_N,
             start_R,

@@ -156,8 +156,6 @@ class EngineArgs(Checked):
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} and max_num_seqs={self.max_num_seqs} differ; give one of them"
             )
-        if self.enforce_eager is False:
-            raise ValueError("LLM argument enforce_eager=False: CUDA graphs are not built here; leave it out")
         return self
 
     @property
@@ -188,7 +186,7 @@ class LLM:
     num_threads: of torch; unless given, as they are (1 is best on a CPU that other programs use)
     tensor_parallel_size: processes that share the target, in a script started by `torchrun --nproc_per_node`; all of them make
         the same calls and get the same answers. 1: this process has all of it, under torchrun too
-    enforce_eager: accepted from vLLM's users; nothing is captured in a graph
+    enforce_eager: False: verification forwards have few fixed shapes, each a CUDA graph on a GPU; unless given, they have not
     arguments: others of vLLM's are not built: an error, unless they are None or false
 
     Raises ValueError, one line, for an argument of another type or beyond its limit.
@@ -237,6 +235,7 @@ class LLM:
             args.max_model_len,
             args.prefill_chunk_size,
             policy=plan.policy.build(self.target, proposer, args.num_rows),
+            enforce_eager=args.enforce_eager is not False,
         )
         self.seed = args.seed
         self._counter = itertools.count()

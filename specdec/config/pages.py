@@ -322,6 +322,9 @@ class Decoding(Run):
         return SpeculativeConfig(**{key: value for key, value in settings.items() if value is not None} | names).resolve()
 
 
+ENGINE_KEYS = ("max_batch_size", "max_model_len", "prefill_chunk_size", "enforce_eager")
+
+
 class Serving(Decoding):
     """What decodes the requests of a task."""
 
@@ -336,11 +339,12 @@ class Serving(Decoding):
     limit: Count | None
     max_model_len: Count | None
     prefill_chunk_size: Count
+    enforce_eager: Flag
 
     @property
     def engine(self) -> dict[str, Any]:
         """Arguments of the engine."""
-        return {key: getattr(self, key) for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
+        return {key: getattr(self, key) for key in ENGINE_KEYS}
 
 
 class Eval(Serving):
@@ -395,11 +399,12 @@ class Choose(Run):
     max_batch_size: Count
     max_model_len: Count | None
     prefill_chunk_size: Count
+    enforce_eager: Flag
 
     @property
     def engine(self) -> dict[str, Any]:
         """Arguments of the engine."""
-        return {key: getattr(self, key) for key in ("max_batch_size", "max_model_len", "prefill_chunk_size")}
+        return {key: getattr(self, key) for key in ENGINE_KEYS}
 
 
 class Bench(Output):

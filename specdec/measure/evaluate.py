@@ -108,7 +108,8 @@ def verify_seconds(engine: Engine, files: list[JsonlFile], num_rows: int) -> Cal
     lengths = [row["num_prompt_tokens"] + len(row["output_token_ids"]) / 2 for row in rows]
     context = engine.target.processes.broadcast_object(int(sum(lengths) / len(lengths)) if lengths else None)
     max_tokens = engine.proposer.num_speculative_tokens + 1
-    return profiling.verify_seconds(engine.target, num_rows, max_tokens, context)
+    is_eager = engine.fixed_shapes is None
+    return profiling.verify_seconds(engine.target, num_rows, max_tokens, context, enforce_eager=is_eager)
 
 
 def summarize(

@@ -279,6 +279,7 @@ class Summary(BaseModel):
     max_batch_size: int = 1
     max_model_len: int | None = None
     prefill_chunk_size: int = 1
+    enforce_eager: bool = True
     environment: dict[str, Any] = {}
     busy: list[str] = []
     overall: Numbers = Numbers()

@@ -73,6 +73,7 @@ def warm_up(engine: Engine, num_tokens: int = 8, num_prompt: int = 64) -> None:
     # an engine beside it, so that its policy learns nothing
     limits = (engine.max_batch_size, engine.max_model_len, engine.prefill_chunk_size)
     beside = Engine(engine.target, engine.proposer, engine.verifier, *limits, cache=engine.cache)
+    beside.fixed_shapes = engine.fixed_shapes
     room = min(engine.max_model_len, num_prompt + num_tokens)
     params = SamplingParams(temperature=0, max_tokens=min(num_tokens, room - 1), ignore_eos=True)
     # the prompt repeats itself, so that lookups draft

@@ -155,6 +155,8 @@ class ForwardBatch:
     slot_BM: where they are stored; start, start + 1, ... unless given. Entries beyond a row's length do not matter.
     logits_at_N: places among the tokens whose logits are wanted; None for all of them.
     buffers: a batch of the same bucket, whose device memory is taken over.
+    num_slots: that attention looks at; as few as hold the tokens, unless given.
+    max_position: tokens have no higher one; for padding, whose position does not matter.
     """
 
     def __init__(
@@ -167,6 +169,8 @@ class ForwardBatch:
         slot_BM: np.ndarray | None = None,
         logits_at_N: np.ndarray | None = None,
         buffers: ForwardBatch | None = None,
+        num_slots: int | None = None,
+        max_position: int | None = None,
     ):
         self.cache = cache
         self.first_row = first_row
@@ -178,13 +182,15 @@ class ForwardBatch:
         num_stored = visibility.num_stored if isinstance(visibility, Tree) else 0
         offset_X = np.arange(num_stored + self.max_length)
         position_BX = start_B[:, None] + (visibility.depth_BX() if isinstance(visibility, Tree) else offset_X)
+        if max_position is not None:
+            position_BX = np.minimum(position_BX, max_position)
         position_BM = position_BX[:, num_stored:]
         if slot_BM is None:
             slot_BM = start_B[:, None] + offset_X[num_stored:]
         in_use_BM = offset_M < length_B[:, None]
         place_N = np.flatnonzero(in_use_BM)
         slot_N = slot_BM.ravel()[place_N]
-        self.num_slots = round_up(max(int(start_B.max()), int(slot_N.max(initial=-1)) + 1))
+        self.num_slots = num_slots or round_up(max(int(start_B.max()), int(slot_N.max(initial=-1)) + 1))
         self.is_padded = len(place_N) < in_use_BM.size  # some rows have fewer tokens than others
         self.num_tokens = len(place_N)
         assert self.num_slots <= cache.slots

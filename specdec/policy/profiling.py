@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from specdec import rejection
 from specdec.core import Context, Draft, FixedLengthPolicy, Proposer, Request, StatelessProposer, Step
 from specdec.engine import Engine
 from specdec.model.device import Timer
-from specdec.model.target import CausalLM
+from specdec.model.fixed_shapes import FixedShapes
+from specdec.model.target import CausalLM, Output
 from specdec.params import SamplingParams
 from specdec.policy.cost_table import CostTable, identity
 
@@ -36,9 +38,15 @@ def num_steps(max_batch_size: int, max_draft: int, repeats: int) -> int:
 
 
 def verify_seconds(
-    target: CausalLM, num_rows: int, num_tokens: int, context: int = 256, repeats: int = 7
+    target: CausalLM,
+    num_rows: int,
+    num_tokens: int,
+    context: int = 256,
+    repeats: int = 7,
+    enforce_eager: bool = True,
 ) -> Callable[[float], float]:
-    """Seconds of one forward of n tokens in each of num_rows rows with `context` tokens before them, n up to num_tokens.
+    """Seconds of one forward of n tokens in each of num_rows rows with `context` tokens before them, n up to num_tokens;
+    enforce_eager as of the engine.
 
     The minimum of the repeats, since other work on the machine can only add to it. Sizes alternate within each repeat, so that
     a slow moment hits all of them. More tokens cost no less than fewer (`isotonic`); linear in between.
@@ -48,12 +56,15 @@ def verify_seconds(
     cache = target.new_cache()
     cache.reserve(num_rows, context + num_tokens)
     start_B = np.full(num_rows, context)
+    forward: Callable[..., Output] = target.forward
+    if not enforce_eager:
+        forward = partial(FixedShapes(target, num_tokens).forward, stored_R=start_B)
     times: dict[int, list[float]] = {n: [] for n in sizes}
     for repeat in range(repeats + 1):
         for n in sizes:
             tokens = torch.arange(num_rows * n, device=target.device) % target.vocab_size
             timer = Timer(target.device)
-            target.forward(cache, tokens, start_B, np.full(num_rows, n))
+            forward(cache, tokens, start_B, np.full(num_rows, n))
             timer.mark()
             if repeat:  # the first round warms up
                 times[n] += timer.seconds()

@@ -64,12 +64,14 @@ def target(on_device: bool) -> CausalLM:
     return target
 
 
-def decode(target: CausalLM, values: dict[str, Any], **params: Any) -> tuple[dict[str, list[int]], int, int]:
+def decode(
+    target: CausalLM, values: dict[str, Any], enforce_eager: bool = True, **params: Any
+) -> tuple[dict[str, list[int]], int, int]:
     """The tokens of some requests, how often the host must wait for a verdict, and how often the method drafted."""
     plan = SpeculativeConfig(**values).resolve()
     proposer, verifier = plan.build(target)
     policy = plan.policy.build(target, proposer, 3)
-    engine = Engine(target, proposer, verifier, max_batch_size=3, policy=policy)
+    engine = Engine(target, proposer, verifier, max_batch_size=3, policy=policy, enforce_eager=enforce_eager)
     params = {"temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True} | params
     prompts = tiny_prompts()[:NUM_REQUESTS]
     engine.add(*(Request(str(i), ids, SamplingParams(**params), seed=i) for i, ids in enumerate(prompts)))
@@ -121,6 +123,34 @@ def hybrid() -> None:
     drafter = tree_settings("eagle3", target(on_device=False))
     lookup = {"method": "ngram", "prompt_lookup_min": 2}
     holds({"method": "hybrid", "num_speculative_tokens": 7, "proposers": [lookup, drafter]}, (1, 0))
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix", "eagle3", "medusa", "dflash"])
+@pytest.mark.parametrize("drafts_trees", [False, True])
+def test_fixed_shapes(apart: Callable[..., None], method: str, drafts_trees: bool) -> None:
+    """What a graph captures neither reads the device nor copies to it."""
+    if method in TREE_METHODS or not drafts_trees:
+        apart(fixed, method, drafts_trees)
+
+
+def fixed(method: str, drafts_trees: bool) -> None:
+    from support.pretend_device import PretendDevice
+
+    run = CausalLM.run
+    traffic = []
+
+    def watched(self: CausalLM, *args: Any, **more: Any) -> Any:
+        device = torch.utils._python_dispatch._get_current_dispatch_mode()
+        before = (len(device.reads), device.num_writes) if isinstance(device, PretendDevice) else None
+        output = run(self, *args, **more)
+        if before is not None:
+            traffic.append((len(device.reads) - before[0], device.num_writes - before[1]))
+        return output
+
+    values = (tree_settings if drafts_trees else settings)(method, target(on_device=False))
+    with mock.patch.object(CausalLM, "run", watched):
+        holds(values, enforce_eager=False)
+    assert set(traffic) == {(0, 0)}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

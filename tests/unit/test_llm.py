@@ -1207,7 +1207,6 @@ def test_max_num_seqs_is_max_batch_size(one_line: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"enforce_eager": False}, ["enforce_eager=False", "graphs are not built here"]),
         ({"gpu_memory_utilization": 0.9}, ["LLM argument 'gpu_memory_utilization' is not built here; leave it out"]),
         ({"quantization": "fp8"}, ["'quantization' is not built here"]),
         ({"enable_lora": True}, ["'enable_lora' is not built here"]),

@@ -14,7 +14,7 @@ from specdec.measure.report.figure import run_colors, saved_figure
 from specdec.measure.report.table import draft_length, interval, new_table, number
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")  # else the numbers of two runs do not compare
-SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
+SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size", "enforce_eager")
 
 
 def differences(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -44,8 +44,9 @@ def notes(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for name, summary in others:
         for key in SPEED_DEPENDS_ON:
-            if summary[key] != reference[key]:
-                lines.append(f"note: {key} is {reference[key]} in {first} and {summary[key]} in {name}; speeds depend on it")
+            there, here = (run.get(key, True) for run in (reference, summary))  # older runs lack enforce_eager
+            if here != there:
+                lines.append(f"note: {key} is {there} in {first} and {here} in {name}; speeds depend on it")
         if summary["environment"] != reference["environment"]:
             lines.append(f"note: {first} and {name} ran in different environments; compare their speedups, not their tokens/s")
     for name, summary in runs.items():
