@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,19 @@ class FixedShapes:
         stored_R: np.ndarray,
     ) -> Output:
         """As of `CausalLM.forward`. stored_R: slots that are in use of all rows, behind which their padding goes."""
+        with self.target.timed():
+            return self._forward(cache, token_N, length_B, hidden_layers, visibility, slot_BM, stored_R)
+
+    def _forward(
+        self,
+        cache: SlotCache,
+        token_N: Tensor,
+        length_B: np.ndarray,
+        hidden_layers: tuple[int, ...],
+        visibility: Visibility,
+        slot_BM: np.ndarray | None,
+        stored_R: np.ndarray,
+    ) -> Output:
         num_present, num_rows = len(length_B), bucket(len(length_B), cache.rows)
         width = int(length_B.max())
         length = bucket(width, self.max_length)
@@ -110,7 +124,7 @@ class Graph:
         token_N: Tensor,
         batch: ForwardBatch,
         hidden_layers: tuple[int, ...],
-        pool: tuple[int, int] | None,
+        pool: Any,
     ):
         self.token_N = token_N.clone()
         self.batch = batch

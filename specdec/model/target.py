@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,13 +275,18 @@ class CausalLM:
         slot_BM: np.ndarray | None = None,
     ) -> Output:
         """`plan` and `run`."""
+        with self.timed():
+            batch = self.plan(cache, start_B, length_B, first_row, last_only, logits_at_N, visibility, slot_BM)
+            return self.run(token_N, batch, hidden_layers)
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """The block is a forward, whose time goes to `timers`, if there are any."""
         timer = None if self.timers is None else Timer(self.device)
-        batch = self.plan(cache, start_B, length_B, first_row, last_only, logits_at_N, visibility, slot_BM)
-        output = self.run(token_N, batch, hidden_layers)
+        yield
         if timer is not None and self.timers is not None:
             timer.mark()
             self.timers.append(timer)
-        return output
 
     def prefill(
         self, cache: SlotCache, row: int, tokens: np.ndarray, start: int, chunk: int, hidden_layers: tuple[int, ...] = ()

@@ -44,15 +44,17 @@ def reference(name: str) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("architecture", [pytest.param(name, marks=ELSEWHERE_ON_CPU) for name in ("llama", "gemma3")])
-def test_greedy_is_exact(architecture: str, method: str) -> None:
+def test_greedy_is_exact(architecture: str, method: str, enforce_eager: bool) -> None:
     target = loaded(f"tiny-{architecture}")
-    engine = Engine(target, *SpeculativeConfig(**settings(method, target)).resolve().build(target), max_batch_size=3)
+    built = SpeculativeConfig(**settings(method, target)).resolve().build(target)
+    engine = Engine(target, *built, max_batch_size=3, enforce_eager=enforce_eager)
     assert decode(engine, tiny_prompts(), MAX_TOKENS) == reference(f"tiny-{architecture}")
 
 
-@pytest.mark.parametrize("scheme", ["standard", "block", "match"])
+@pytest.mark.parametrize("scheme", ["standard", "block", "match", "gumbel"])
 def test_joint_distribution(scheme: str) -> None:
     """Three tokens of a real model under top_k = 3, drafted with probabilities by another: 27 outcomes, enumerated."""
     target = loaded("tiny-llama")
