@@ -229,8 +229,8 @@ class Hybrid(StatelessProposer):
                 (*draft.token_BK.shape, component.proposer.num_confidence_features)
             ).float()
             for b, (*_, node_k) in enumerate(trees):
-                is_own = node_k >= 0
-                at, node = (torch.from_numpy(x).to(confidence_BKF.device) for x in (np.flatnonzero(is_own), node_k[is_own]))
+                in_tree = node_k >= 0
+                at, node = (torch.from_numpy(x).to(confidence_BKF.device) for x in (np.flatnonzero(in_tree), node_k[in_tree]))
                 if tree_draft.confidence_BKF is not None:
                     confidence_BKF[b, at] = tree_draft.confidence_BKF[b, node]
             draft.confidence_BKF = confidence_BKF

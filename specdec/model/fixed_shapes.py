@@ -84,8 +84,8 @@ class FixedShapes:
             visibility = replace(visibility, parent_BX=parent_BX)
         if slot_BM is not None:
             in_order_BM = start_B[:, None] + np.arange(length)
-            is_given_B = np.pad(length_B > 0, more_rows)
-            in_order_BM[is_given_B, :width] = slot_BM[length_B > 0]
+            has_tokens_B = np.pad(length_B > 0, more_rows)
+            in_order_BM[has_tokens_B, :width] = slot_BM[length_B > 0]
             slot_BM = in_order_BM
         num_slots = bucket(round_up(int(start_B.max()) + length), cache.slots)
         if self._size != (cache.rows, cache.slots):  # the caches have moved
