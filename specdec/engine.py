@@ -156,6 +156,7 @@ class Engine:
         self.state = RowState(max_batch_size, target.vocab_size, target.device)
         self.stop_rules = StopRules(target, max_batch_size)
         self.last_step: Step | None = None
+        self.cache_bytes = 0  # of the caches, the proposer's too, that this engine has set aside
         self.fixed_shapes = None if enforce_eager else FixedShapes(target, proposer.num_speculative_tokens + 1)
 
     # ---------------------------------------------------------------- requests in
@@ -260,6 +261,7 @@ class Engine:
             )
         self.cache.reserve(rows, slots)
         self.proposer.reserve(rows, slots)
+        self.cache_bytes += need
         self.state.reserve(self.cache.rows, self.cache.slots)
 
     # ---------------------------------------------------------------- the loop

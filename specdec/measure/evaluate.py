@@ -14,6 +14,7 @@ from specdec.measure.report import console
 from specdec.measure.report import run as run_report
 from specdec.measure.tasks import Task
 from specdec.model import distributed
+from specdec.model.device import memory_line
 from specdec.model.distributed import SharedCount
 from specdec.params import PLAIN, SamplingParams
 from specdec.policy import profiling
@@ -42,6 +43,21 @@ class Pass:
             "num_speculative_tokens": self.engine.proposer.num_speculative_tokens,
             "lossless": self.engine.verifier.lossless,
         }
+
+
+def memory(passes: Sequence[Pass], drafters: Sequence[Path]) -> str:
+    """A line with what the prepared passes take, and what is free. drafters: directories of checkpoints."""
+    engine = passes[-1].engine
+    target = engine.target
+    num_places = engine.max_batch_size * (engine.proposer.num_speculative_tokens + 1)
+    drafter_bytes = sum(path.stat().st_size for directory in drafters for path in directory.glob("*.safetensors"))
+    taken = {
+        "weights": target.num_parameters * target.dtype.itemsize // target.processes.size,
+        **({"drafter" if len(drafters) == 1 else "drafters": drafter_bytes} if drafters else {}),
+        f"caches of {engine.cache.rows} rows x {engine.cache.slots} slots": sum(each.engine.cache_bytes for each in passes),
+        "a step's logits and probabilities": num_places * target.vocab_size * (target.dtype.itemsize + 4),
+    }
+    return memory_line(taken, target.device)
 
 
 def decode(

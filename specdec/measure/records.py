@@ -51,11 +51,13 @@ def run_identity(target: CausalLM, chosen: list[Task], params: SamplingParams, s
 
 def drafter_weights(plan: SpeculativePlan) -> dict[str, str]:
     """`hub.weights_digest` of every drafter of a plan, by the name that it has there."""
-    digests = {}
-    for name in plan.drafters:
-        directory = native.find(name) if Path(name).expanduser().is_dir() else hub.resolve(name)
-        digests[name] = hub.weights_digest(directory)
-    return digests
+    return {name: hub.weights_digest(directory) for name, directory in drafter_directories(plan).items()}
+
+
+def drafter_directories(plan: SpeculativePlan) -> dict[str, Path]:
+    """Where the weights of every drafter of a plan are, by the name that it has there."""
+    local = lambda name: Path(name).expanduser().is_dir()
+    return {name: native.find(name) if local(name) else hub.resolve(name) for name in plan.drafters}
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
@@ -279,7 +281,6 @@ class Summary(BaseModel):
     max_batch_size: int = 1
     max_model_len: int | None = None
     prefill_chunk_size: int = 1
-    enforce_eager: bool = True
     environment: dict[str, Any] = {}
     busy: list[str] = []
     overall: Numbers = Numbers()

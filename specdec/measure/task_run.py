@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from specdec import config, lock, method, rejection
@@ -47,6 +48,8 @@ def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
         "tensor_parallel_size": cfg.tensor_parallel_size,
         **cfg.engine,
     }
+    if processes.is_first and not quiet:
+        print(evaluate.memory(passes, list(records.drafter_directories(plan).values())), file=sys.stderr)
     wandb_run = None
     if processes.is_first:
         cfg.claim(identity)

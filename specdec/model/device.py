@@ -14,6 +14,13 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
+def memory_line(taken: dict[str, int], device: torch.device) -> str:
+    """What a run takes and what is left, for people. taken: bytes by what takes them."""
+    size = lambda num_bytes: f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in taken.items())
+    return f"memory: {parts}; {free_memory(device) / 2**30:.1f} GiB free"
+
+
 class Timer:
     """Durations between marks, and CPU time of the process from the first to the last.
 

@@ -28,6 +28,7 @@ from specdec.files import read_json_object, write_json
 from specdec.measure import logger, records
 from specdec.measure.report import console, page
 from specdec.measure.report import training as training_report
+from specdec.model.device import memory_line
 from specdec.model.target import CausalLM, choose_device, fastest_dtype
 from specdec.policy.calibration import ConfidenceRecorder
 from specdec.script import is_main_process
@@ -141,6 +142,8 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         decoding = acceptance(target, proposer, verifier, prompts, cfg.eval.max_tokens, cfg.eval.max_batch_size, recorder)
         return decoding if recorder is None else decoding | calibrated(recorder, saved)
 
+    if processes.is_main_process:
+        print(memory(drafter, cfg), file=sys.stderr)
     wandb_run = logger.WandbRun(config.plain(cfg), "train") if processes.is_main_process else None
     metrics = logger.Metrics(out_dir, wandb_run) if wandb_run else None
     with console.training_progress(cfg.train.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
@@ -199,6 +202,21 @@ def is_of_demo_size(source: str) -> bool:
         sizes = [part.get("hidden_size") for part in (values, text) if isinstance(part, dict)]
         return any(isinstance(size, int) and size <= DEMO_HIDDEN_SIZE for size in sizes)
     return "/" not in source
+
+
+def memory(drafter: TrainableDrafter, cfg: Train) -> str:
+    """A line with what training takes, and what is free: the target's weights, and of the drafter also gradients and the two
+    moments of Adam, all in float32. Activations come on top."""
+    target = drafter.target
+    trained = [weight.nbytes for weight in drafter.parameters() if weight.requires_grad]
+    taken = {
+        "target": target.num_parameters * target.dtype.itemsize,
+        "drafter": sum(weight.nbytes for weight in drafter.parameters()),
+        "gradients and moments": 3 * sum(trained),
+    }
+    if not cfg.features.path and drafter.needs_target(drafter.objective):
+        taken["features, at most"] = int(cfg.features.keep_gb * 2**30)
+    return memory_line(taken, target.device)
 
 
 def start_processes(cfg: Train) -> tuple[PartialState, torch.device]:

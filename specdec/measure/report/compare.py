@@ -14,7 +14,7 @@ from specdec.measure.report.figure import run_colors, saved_figure
 from specdec.measure.report.table import draft_length, interval, new_table, number
 
 MUST_AGREE = ("target", "dtype", "prompts", "sampling", "seed", "rejection")  # else the numbers of two runs do not compare
-SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size", "enforce_eager")
+SPEED_DEPENDS_ON = ("max_batch_size", "max_model_len", "prefill_chunk_size")
 
 
 def differences(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -43,7 +43,7 @@ def notes(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     (first, reference), *others = runs.items()
     lines = []
     for name, summary in others:
-        for key in SPEED_DEPENDS_ON:
+        for key in (*SPEED_DEPENDS_ON, "enforce_eager"):
             there, here = (run.get(key, True) for run in (reference, summary))  # older runs lack enforce_eager
             if here != there:
                 lines.append(f"note: {key} is {there} in {first} and {here} in {name}; speeds depend on it")
