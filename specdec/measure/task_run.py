@@ -48,11 +48,11 @@ def run(cfg: Eval, quiet: bool = False) -> dict[str, Any]:
         "tensor_parallel_size": cfg.tensor_parallel_size,
         **cfg.engine,
     }
-    if processes.is_first and not quiet:
-        print(evaluate.memory(passes, list(records.drafter_directories(plan).values())), file=sys.stderr)
     wandb_run = None
     if processes.is_first:
         cfg.claim(identity)
+        if not quiet:
+            print(evaluate.memory(passes, list(records.drafter_directories(plan).values())), file=sys.stderr)
         wandb_run = logger.WandbRun(config.plain(cfg), "eval")
 
     on_request = wandb_run.log_request if wandb_run else lambda row: None

@@ -143,7 +143,7 @@ def run(cfg: Train, script: str) -> dict[str, Any]:
         return decoding if recorder is None else decoding | calibrated(recorder, saved)
 
     if processes.is_main_process:
-        print(memory(drafter, cfg), file=sys.stderr)
+        print(memory(drafter, recipe.objective, cfg), file=sys.stderr)
     wandb_run = logger.WandbRun(config.plain(cfg), "train") if processes.is_main_process else None
     metrics = logger.Metrics(out_dir, wandb_run) if wandb_run else None
     with console.training_progress(cfg.train.num_steps(len(samples)), visible=processes.is_main_process) as (advance, show_row):
@@ -204,7 +204,7 @@ def is_of_demo_size(source: str) -> bool:
     return "/" not in source
 
 
-def memory(drafter: TrainableDrafter, cfg: Train) -> str:
+def memory(drafter: TrainableDrafter, objective: Any, cfg: Train) -> str:
     """A line with what training takes, and what is free: the target's weights, and of the drafter also gradients and the two
     moments of Adam, all in float32. Activations come on top."""
     target = drafter.target
@@ -214,7 +214,7 @@ def memory(drafter: TrainableDrafter, cfg: Train) -> str:
         "drafter": sum(weight.nbytes for weight in drafter.parameters()),
         "gradients and moments": 3 * sum(trained),
     }
-    if not cfg.features.path and drafter.needs_target(drafter.objective):
+    if not cfg.features.path and drafter.needs_target(objective):
         taken["features, at most"] = int(cfg.features.keep_gb * 2**30)
     return memory_line(taken, target.device)
 
